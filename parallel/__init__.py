@@ -1,0 +1,1 @@
+"""Tensor parallelism that knows nothing of transformers."""

@@ -1,0 +1,79 @@
+"""Who am I in the tensor-parallel group.
+
+A :class:`TPGroup` is passed to everything that communicates; there is no global parallel state. A group of one device
+holds no process group and never touches ``torch.distributed``, so the single-device model is the same code at size 1.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """The ranks that share one copy of the model.
+
+    ``rank`` is this process's place in the group (0 <= rank < size), which is what decides the shard that it owns.
+    ``process_group`` is None exactly when ``size`` is 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is outside a tensor-parallel group of size {self.size}")
+        if self.size > 1 and self.process_group is None:
+            raise ValueError(f"a tensor-parallel group of size {self.size} needs a process group")
+
+    @property
+    def name(self) -> str:
+        """The name under which torch's functional collectives know the process group."""
+        assert self.process_group is not None
+        return self.process_group.group_name
+
+    @classmethod
+    def from_process_group(cls, process_group: dist.ProcessGroup) -> TPGroup:
+        """The group of an initialised ``torch.distributed`` process group that this process belongs to."""
+        size = dist.get_world_size(process_group)
+        if size < 1:
+            raise ValueError("this process is not a member of the process group that it was given")
+        if size == 1:
+            return single_device()
+        return cls(dist.get_rank(process_group), size, process_group)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> TPGroup:
+        """The group along a one-dimensional mesh, for example ``TPGroup.from_mesh(mesh["tp"])``."""
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"TPGroup needs a mesh of one dimension, this one has {mesh.ndim} ({mesh.mesh_dim_names}): "
+                'slice it first, as in mesh["tp"]'
+            )
+        return cls.from_process_group(mesh.get_group())
+
+    @classmethod
+    def from_environment(cls) -> TPGroup:
+        """All ranks that torchrun started, as one group (its process group must be initialised first if there are several).
+
+        Without torchrun's variables it is the single device.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return single_device()
+        if not dist.is_initialized():
+            raise ValueError(
+                f"torchrun started {world} ranks: call torch.distributed.init_process_group() before TPGroup.from_environment()"
+            )
+        assert dist.group.WORLD is not None
+        return cls.from_process_group(dist.group.WORLD)
+
+
+def single_device() -> TPGroup:
+    """The group of one device. It needs no ``torch.distributed`` at all."""
+    return TPGroup()

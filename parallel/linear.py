@@ -1,0 +1,312 @@
+"""The two Megatron linears. Their docstrings are their algebra; everything else in the library is built on them.
+
+Shapes: T tokens (any number of leading dimensions), I = in_features, O = out_features, n ranks, O_r and I_r this rank's share
+(O/n and I/n when they divide, dealt as evenly as possible when not), T_r this rank's tokens under sequence parallelism.
+
+Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from parallel import collectives, rng
+from parallel.group import TPGroup
+from parallel.layout import Layout, Part, column_layout, row_layout
+from parallel.regions import (
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    reduce_scatter_tokens,
+    scatter_to_ranks,
+    sum_over_holders,
+    token_counts,
+)
+
+
+class _ColumnLinear(Function):
+    """y = x W^T + b, with the collective on dx under way while dW is computed (and, under sequence parallelism, the second
+    gather of x under way while dx is computed)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TPGroup,
+        counts: list[int] | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.counts, ctx.reduce_dtype, ctx.has_bias = group, counts, reduce_dtype, bias is not None
+        if counts is not None:
+            x = collectives.all_gather(x, group, counts)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        group, counts, reduce_dtype = ctx.group, ctx.counts, ctx.reduce_dtype
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        dx = dw = db = finish_dx = None
+        finish_x = collectives.start_all_gather(x, group, counts) if counts is not None and need_dw else None
+        if need_dx:
+            partial = dy.matmul(weight)
+            if counts is None:
+                finish_dx = collectives.start_all_reduce(partial, group, reduce_dtype)
+            else:
+                finish_dx = collectives.start_reduce_scatter(partial, group, counts, reduce_dtype)
+        if need_dw:
+            full = x if finish_x is None else finish_x()
+            dw = dy.flatten(0, -2).t().matmul(full.flatten(0, -2))
+        if ctx.has_bias and need_db:
+            db = dy.flatten(0, -2).sum(0)
+        if finish_dx is not None:
+            dx = finish_dx()
+        return dx, dw, db, None, None, None
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: TPGroup,
+    sequence_parallel: bool = False,
+    tokens: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``F.linear`` with a weight cut along its output; see :class:`ColumnParallelLinear` for the algebra."""
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    counts = None
+    if sequence_parallel:
+        counts = token_counts(x.shape[0] * group.size if tokens is None else tokens, group)
+        if x.shape[0] != counts[group.rank]:
+            raise ValueError(
+                f"sequence parallelism deals {sum(counts)} tokens as {counts} over {group.size} ranks, "
+                f"rank {group.rank} was given {x.shape[0]}"
+            )
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _ColumnLinear.apply(x, weight, bias, group, counts, reduce_dtype)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear cut along its output, so that each rank computes some of the columns of y.
+
+    ::
+
+        W  [O, I]     rank r holds W_r [O_r, I];   b [O], b_r [O_r]
+        forward       y_r = x W_r^T + b_r          x [T, I] whole  ->  y_r [T, O_r]     no collective
+        grad input    dx  = sum_r dy_r W_r         [T, I]          one all-reduce, while dW_r is computed
+        grad weight   dW_r = dy_r^T x              [O_r, I]        no collective
+        grad bias     db_r = sum_T dy_r            [O_r]           no collective
+
+    With ``sequence_parallel`` x is this rank's tokens x_r [T_r, I]: forward all-gathers it, the input gradient is
+    reduce-scattered, and backward gathers x again (overlapped with dy_r W_r) rather than keep it whole.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``, all of global size.
+        group: the ranks that share the weight.
+        parts: named sections of the output, each dealt on its own; a fused ``gate`` and ``up`` of d_ff each gives the local
+            weight [2*d_ff/n, I] with this rank's gate rows first, then its up rows. Default: one part of single rows.
+        gather_output: return the whole y [T, O] on every rank (one more all-gather) in global order.
+        sequence_parallel: x is cut along its tokens (dimension 0).
+        reduce_dtype: the dtype in which input gradients are summed over the ranks; None: their own.
+        seed, name: initial values are a function of these and of the global coordinates alone (see rng.py); layers that
+            are to differ need different names. ``seed=None`` leaves them unset for an enclosing module to fill.
+
+    Rows that several ranks hold (KV heads when there are fewer than ranks) get the sum of their gradients over the holders:
+    one more all-reduce, of those rows, in backward.
+
+    Raises:
+        ValueError: if the parts do not add up to ``out_features``, or a rank would hold none of a part.
+    """
+
+    layouts: dict[str, Layout]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: TPGroup,
+        parts: Sequence[Part] | None = None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        seed: int | None = 0,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        check_sizes("ColumnParallelLinear", in_features, out_features)
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.gather_output, self.sequence_parallel, self.reduce_dtype = gather_output, sequence_parallel, reduce_dtype
+        parts = parts or [Part.even("output", out_features, group.size)]
+        layout = column_layout((out_features, in_features), parts)
+        self.layouts = {"weight": layout}
+        self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
+        if bias:
+            self.layouts["bias"] = column_layout((out_features,), parts)
+            shape = self.layouts["bias"].local_shape(group.rank)
+            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        if seed is not None:
+            self.reset_parameters(seed, name)
+
+    def reset_parameters(self, seed: int = 0, name: str = "") -> None:
+        """Draws the weight from N(0, 1/(3 in_features)), the variance of ``torch.nn.Linear``, and clears the bias."""
+        reset_linear(self, seed, name)
+
+    def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
+        """y, of the shapes given above. ``tokens``: the total over the ranks under sequence parallelism (default: n times
+        the rows of ``x``); needed where it does not divide by n."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"ColumnParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
+        weight = sum_over_holders(self.weight, self.layouts["weight"], self.group)
+        bias = None if self.bias is None else sum_over_holders(self.bias, self.layouts["bias"], self.group)
+        y = column_parallel_linear(
+            x,
+            weight,
+            bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            tokens=tokens,
+            reduce_dtype=self.reduce_dtype,
+        )
+        if self.gather_output:
+            y = gather_from_ranks(y, Layout((self.out_features,), -1, self.layouts["weight"].parts), self.group)
+        return y
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The local parts of an output [..., O_r], in order, as views."""
+        return y.split(self.layouts["weight"].local_sections(self.group.rank), dim=-1)
+
+    def extra_repr(self) -> str:
+        parts = ", ".join(f"{part.name} {part.size}" for part in self.layouts["weight"].parts)
+        return f"in={self.in_features}, out={self.out_features} ({parts}), rank {self.group.rank} of {self.group.size}"
+
+
+class RowParallelLinear(nn.Module):
+    """A linear cut along its input, so that each rank computes a partial sum of all of y.
+
+    ::
+
+        W  [O, I]     rank r holds W_r [O, I_r];   b [O] whole on every rank
+        forward       y = sum_r x_r W_r^T + b      x_r [T, I_r]  ->  y [T, O]    one all-reduce; b added once, after it
+        grad input    dx_r = dy W_r                [T, I_r]                      no collective
+        grad weight   dW_r = dy^T x_r              [O, I_r]                      no collective
+        grad bias     db = sum_T dy                [O]                           no collective
+
+    With ``sequence_parallel`` the all-reduce becomes a reduce-scatter to this rank's tokens y_r [T_r, O], backward
+    all-gathers dy, and db is summed over the ranks (an all-reduce of [O]).
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``, all of global size.
+        group: the ranks that share the weight.
+        parts: named sections of the input, dealt as the outputs of the column-parallel layer that feeds this one.
+        input_is_parallel: x is x_r already. If False, x is whole and each rank takes its pieces of it.
+        sequence_parallel: cut the output along its tokens (dimension 0).
+        reduce_dtype: the dtype in which partial sums are added over the ranks; None: their own.
+        seed, name: as for :class:`ColumnParallelLinear`.
+
+    Raises:
+        ValueError: if the parts do not add up to ``in_features``, or a rank would hold none of a part.
+    """
+
+    layouts: dict[str, Layout]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: TPGroup,
+        parts: Sequence[Part] | None = None,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        seed: int | None = 0,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        check_sizes("RowParallelLinear", in_features, out_features)
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        self.reduce_dtype = reduce_dtype
+        layout = row_layout((out_features, in_features), parts or [Part.even("input", in_features, group.size)])
+        self.layouts = {"weight": layout}
+        self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
+        if bias:
+            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        if seed is not None:
+            self.reset_parameters(seed, name)
+
+    def reset_parameters(self, seed: int = 0, name: str = "") -> None:
+        """Draws the weight from N(0, 1/(3 in_features)), the variance of ``torch.nn.Linear``, and clears the bias."""
+        reset_linear(self, seed, name)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand x_r W_r^T [T, O], for a caller that adds several before one reduction (see :meth:`reduce`)."""
+        layout, rank = self.layouts["weight"], self.group.rank
+        if not self.input_is_parallel:
+            if x.shape[-1] != self.in_features:
+                raise ValueError(f"RowParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
+            x = scatter_to_ranks(x, Layout((self.in_features,), -1, layout.parts), self.group)
+        if x.shape[-1] != layout.local_size(rank):
+            raise ValueError(
+                f"RowParallelLinear expects this rank's {layout.local_size(rank)} of {self.in_features} inputs, "
+                f"got {x.shape[-1]}"
+            )
+        return F.linear(x, self.weight)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The sum of the ranks' partial results (without the bias): [T, O], or [T_r, O] under sequence parallelism."""
+        if self.sequence_parallel:
+            return reduce_scatter_tokens(partial, partial.shape[0], self.group, self.reduce_dtype)
+        return reduce_from_ranks(partial, self.group, self.reduce_dtype)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        """y + b, b's gradient summed over the ranks' tokens under sequence parallelism."""
+        if self.bias is None:
+            return y
+        return y + (copy_to_ranks(self.bias, group=self.group) if self.sequence_parallel else self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y, of the shapes given above."""
+        if self.group.size == 1 and self.input_is_parallel:
+            return F.linear(x, self.weight, self.bias)
+        return self.add_bias(self.reduce(self.partial(x)))
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, rank {self.group.rank} of {self.group.size}"
+
+
+def check_sizes(layer: str, in_features: int, out_features: int) -> None:
+    if in_features < 1 or out_features < 1:
+        raise ValueError(f"{layer} needs positive sizes, got in_features={in_features} and out_features={out_features}")
+
+
+def reset_linear(linear: ColumnParallelLinear | RowParallelLinear, seed: int, name: str) -> None:
+    std = (3 * linear.in_features) ** -0.5
+    rng.normal_(linear.weight, linear.layouts["weight"], linear.group, seed=seed, name=f"{name}.weight", std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

@@ -1,0 +1,244 @@
+"""The conjugate pairs of tensor parallelism: what is one collective forward is its transpose backward.
+
+| function              | forward                            | backward                           | Megatron-LM's name                      |
+|-----------------------|------------------------------------|------------------------------------|-----------------------------------------|
+| copy_to_ranks         | identity                           | all-reduce                         | copy_to_tensor_model_parallel_region    |
+| reduce_from_ranks     | all-reduce                         | identity                           | reduce_from_tensor_model_parallel_region|
+| scatter_to_ranks      | this rank's pieces                 | gather                             | scatter_to_tensor_model_parallel_region |
+| gather_from_ranks     | gather the pieces                  | this rank's pieces                 | gather_from_tensor_model_parallel_region|
+| gather_tokens         | all-gather of token rows           | reduce-scatter                     | gather_from_sequence_parallel_region    |
+| reduce_scatter_tokens | reduce-scatter of token rows       | all-gather                         | reduce_scatter_to_sequence_parallel_reg.|
+| split_tokens          | this rank's token rows             | all-gather                         | scatter_to_sequence_parallel_region     |
+| merge_tokens          | all-gather of token rows           | this rank's token rows             |                                         |
+| sum_over_holders      | identity                           | sum of the rows that ranks share   |                                         |
+
+The pairs hold when the loss is computed alike on every rank (a replicated loss, which is what all functions of this library
+give). Everything is out of place: an incoming gradient is never written to, since a sibling branch may hold the same tensor.
+
+Source: Shoeybi et al., Megatron-LM, 2019 (f and g); Korthikanti et al., 2022 (sequence parallelism, g and g-bar).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from parallel import collectives
+from parallel.group import TPGroup
+from parallel.layout import Layout, Piece, deal
+
+
+def token_counts(tokens: int, group: TPGroup) -> list[int]:
+    """How many of ``tokens`` flattened tokens each rank holds under sequence parallelism, the first ranks one more."""
+    return [run.length for run in deal(tokens, group.size)]
+
+
+def take_pieces(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The shard of ``rank``, copied out of a global tensor (dimension ``layout.dim`` of it global)."""
+    if layout.dim is None:
+        return full.clone()
+    pieces = [full.narrow(layout.dim, p.start, p.length) for p in layout.pieces(rank)]
+    return torch.cat(pieces, layout.dim)
+
+
+def join_pieces(shards: list[Tensor], layout: Layout) -> Tensor:
+    """The global tensor from all ranks' shards. Of rows that several ranks hold, the first holder's are taken."""
+    assert layout.dim is not None
+    pieces = [
+        (piece.start, shard.narrow(layout.dim, piece.local, piece.length))
+        for rank, shard in enumerate(shards)
+        for piece in layout.owned(rank)
+    ]
+    return torch.cat([rows for _, rows in sorted(pieces, key=lambda item: item[0])], layout.dim)
+
+
+def gather_pieces(local: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    """The global tensor on every rank, from each rank's shard of it. One all-gather, no autograd."""
+    if layout.dim is None or group.size == 1:
+        return local
+    counts = [layout.local_size(rank) for rank in range(group.size)]
+    rows = collectives.all_gather(local.movedim(layout.dim, 0), group, counts)
+    return join_pieces([r.movedim(0, layout.dim) for r in rows.split(counts)], layout)
+
+
+class _CopyToRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if len(grads) == 1:
+            return None, collectives.all_reduce(grads[0], ctx.group)
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        summed = collectives.start_all_reduce(flat, ctx.group)().split([g.numel() for g in grads])
+        return None, *(s.view(g.shape) for s, g in zip(summed, grads, strict=True))
+
+
+class _ReduceFromRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
+        return collectives.start_all_reduce(x.clone(), group, reduce_dtype)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _ScatterToRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return take_pieces(x, layout, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_pieces(grad, ctx.layout, ctx.group), None, None
+
+
+class _GatherFromRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return gather_pieces(x, layout, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return take_pieces(grad, ctx.layout, ctx.group.rank), None, None
+
+
+class _GatherTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return collectives.all_gather(x, group, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.start_reduce_scatter(grad, ctx.group, ctx.counts)(), None, None
+
+
+class _ReduceScatterTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return collectives.start_reduce_scatter(x, group, counts, reduce_dtype)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return collectives.all_gather(grad, ctx.group, ctx.counts), None, None, None
+
+
+class _SplitTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return x.narrow(0, sum(counts[: group.rank]), counts[group.rank]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.all_gather(grad, ctx.group, ctx.counts), None, None
+
+
+class _MergeTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return collectives.all_gather(x, group, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(0, sum(ctx.counts[: ctx.group.rank]), ctx.counts[ctx.group.rank]).clone(), None, None
+
+
+class _SumOverHolders(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        summed = exchange_shared_rows(grad, ctx.layout, ctx.group, ctx.layout.pieces(ctx.group.rank))
+        return summed, None, None
+
+
+def exchange_shared_rows(local: Tensor, layout: Layout, group: TPGroup, given: Sequence[Piece]) -> Tensor:
+    """``local`` (a column-parallel parameter's shape) with the rows that several ranks hold replaced by the sum of what ranks give.
+
+    ``given``: the pieces of this rank that enter the sum. One all-reduce of the shared parts (the KV rows) at their global size.
+    """
+    offsets, total = {}, 0
+    for part in layout.shared:
+        offsets[part.name] = total - layout.part_starts[part.name]
+        total += part.size
+
+    def place(piece: Piece) -> slice:
+        start = piece.start + offsets[piece.part]
+        return slice(start, start + piece.length)
+
+    buffer = local.new_zeros(total, *local.shape[1:])
+    for piece in given:
+        if piece.part in offsets:
+            buffer[place(piece)] = local[piece.local : piece.local + piece.length]
+    buffer = collectives.start_all_reduce(buffer, group)()
+    out = local.clone()
+    for piece in layout.pieces(group.rank):
+        if piece.part in offsets:
+            out[piece.local : piece.local + piece.length] = buffer[place(piece)]
+    return out
+
+
+def copy_to_ranks(*tensors: Tensor, group: TPGroup) -> Any:
+    """Marks replicated tensors as used in a sharded computation: their gradients are summed over the ranks in ONE all-reduce.
+
+    Returns one tensor for one, a tuple for several.
+    """
+    if group.size > 1:
+        tensors = _CopyToRanks.apply(group, *tensors)
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def reduce_from_ranks(x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of partial results over the ranks, on every rank. Shape unchanged."""
+    return x if group.size == 1 else _ReduceFromRanks.apply(x, group, reduce_dtype)
+
+
+def scatter_to_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    """This rank's pieces of a replicated tensor along ``layout.dim`` (negative dimensions are welcome)."""
+    return x if group.size == 1 else _ScatterToRanks.apply(x, layout, group)
+
+
+def gather_from_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    """The whole tensor, in global order, from every rank's pieces along ``layout.dim``."""
+    return x if group.size == 1 else _GatherFromRanks.apply(x, layout, group)
+
+
+def gather_tokens(x: Tensor, tokens: int, group: TPGroup) -> Tensor:
+    """[tokens of this rank, ...] -> [tokens, ...], entering a region whose gradients are partial sums."""
+    return x if group.size == 1 else _GatherTokens.apply(x, token_counts(tokens, group), group)
+
+
+def reduce_scatter_tokens(x: Tensor, tokens: int, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """Partial sums [tokens, ...] -> the summed rows of this rank's tokens."""
+    return x if group.size == 1 else _ReduceScatterTokens.apply(x, token_counts(tokens, group), group, reduce_dtype)
+
+
+def split_tokens(x: Tensor, group: TPGroup) -> Tensor:
+    """A replicated [tokens, ...] -> this rank's rows of it."""
+    return x if group.size == 1 else _SplitTokens.apply(x, token_counts(x.shape[0], group), group)
+
+
+def merge_tokens(x: Tensor, tokens: int, group: TPGroup) -> Tensor:
+    """[tokens of this rank, ...] -> a replicated [tokens, ...], used alike on every rank."""
+    return x if group.size == 1 else _MergeTokens.apply(x, token_counts(tokens, group), group)
+
+
+def sum_over_holders(parameter: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    """Marks a column-parallel parameter of which ranks share rows: their gradients become the sum over the holders."""
+    return _SumOverHolders.apply(parameter, layout, group) if layout.shared and group.size > 1 else parameter
