@@ -174,14 +174,9 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         """y, of the shapes given above. ``tokens``: the total over the ranks under sequence parallelism (default: n times
         the rows of ``x``); needed where it does not divide by n."""
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"ColumnParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
-        weight = sum_over_holders(self.weight, self.layouts["weight"], self.group)
-        bias = None if self.bias is None else sum_over_holders(self.bias, self.layouts["bias"], self.group)
         y = column_parallel_linear(
-            x,
-            weight,
-            bias,
+            self._checked(x),
+            *self._parameters_of_holders(),
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             tokens=tokens,
@@ -190,6 +185,20 @@ class ColumnParallelLinear(nn.Module):
         if self.gather_output:
             y = gather_from_ranks(y, Layout((self.out_features,), -1, self.layouts["weight"].parts), self.group)
         return y
+
+    def local(self, x: Tensor) -> Tensor:
+        """x W_r^T + b_r without the collectives on x and dx, for a caller that has entered the sharded region itself
+        (``copy_to_ranks`` or ``gather_tokens``): the counterpart of :meth:`RowParallelLinear.partial`."""
+        return F.linear(self._checked(x), *self._parameters_of_holders())
+
+    def _checked(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"ColumnParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
+        return x
+
+    def _parameters_of_holders(self) -> tuple[Tensor, Tensor | None]:
+        weight = sum_over_holders(self.weight, self.layouts["weight"], self.group)
+        return weight, None if self.bias is None else sum_over_holders(self.bias, self.layouts["bias"], self.group)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The local parts of an output [..., O_r], in order, as views."""

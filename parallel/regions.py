@@ -67,17 +67,15 @@ def gather_pieces(local: Tensor, layout: Layout, group: TPGroup) -> Tensor:
 
 class _CopyToRanks(Function):
     @staticmethod
-    def forward(ctx: Any, group: TPGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+    def forward(ctx: Any, group: TPGroup, reduce_dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if len(grads) == 1:
-            return None, collectives.all_reduce(grads[0], ctx.group)
         flat = torch.cat([g.reshape(-1) for g in grads])
-        summed = collectives.start_all_reduce(flat, ctx.group)().split([g.numel() for g in grads])
-        return None, *(s.view(g.shape) for s, g in zip(summed, grads, strict=True))
+        summed = collectives.start_all_reduce(flat, ctx.group, ctx.reduce_dtype)().split([g.numel() for g in grads])
+        return None, None, *(s.view(g.shape).to(g.dtype) for s, g in zip(summed, grads, strict=True))
 
 
 class _ReduceFromRanks(Function):
@@ -114,13 +112,13 @@ class _GatherFromRanks(Function):
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup) -> Tensor:
-        ctx.counts, ctx.group = counts, group
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.counts, ctx.group, ctx.reduce_dtype = counts, group, reduce_dtype
         return collectives.all_gather(x, group, counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.start_reduce_scatter(grad, ctx.group, ctx.counts)(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return collectives.start_reduce_scatter(grad, ctx.group, ctx.counts, ctx.reduce_dtype)(), None, None, None
 
 
 class _ReduceScatterTokens(Function):
@@ -194,13 +192,13 @@ def exchange_shared_rows(local: Tensor, layout: Layout, group: TPGroup, given: S
     return out
 
 
-def copy_to_ranks(*tensors: Tensor, group: TPGroup) -> Any:
+def copy_to_ranks(*tensors: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Any:
     """Marks replicated tensors as used in a sharded computation: their gradients are summed over the ranks in ONE all-reduce.
 
     Returns one tensor for one, a tuple for several.
     """
     if group.size > 1:
-        tensors = _CopyToRanks.apply(group, *tensors)
+        tensors = _CopyToRanks.apply(group, reduce_dtype, *tensors)
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -219,9 +217,9 @@ def gather_from_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
     return x if group.size == 1 else _GatherFromRanks.apply(x, layout, group)
 
 
-def gather_tokens(x: Tensor, tokens: int, group: TPGroup) -> Tensor:
+def gather_tokens(x: Tensor, tokens: int, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """[tokens of this rank, ...] -> [tokens, ...], entering a region whose gradients are partial sums."""
-    return x if group.size == 1 else _GatherTokens.apply(x, token_counts(tokens, group), group)
+    return x if group.size == 1 else _GatherTokens.apply(x, token_counts(tokens, group), group, reduce_dtype)
 
 
 def reduce_scatter_tokens(x: Tensor, tokens: int, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:

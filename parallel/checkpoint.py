@@ -1,0 +1,187 @@
+"""Sharded checkpoints that any number of ranks can load, through torch.distributed.checkpoint.
+
+A checkpoint is a folder of that format plus ``extra.json``. Every cut tensor is stored under its global shape, each rank writing
+the pieces that it is the first to hold; a loading rank reads the pieces that it holds, whatever the cut was when saved. Optimizer
+state is stored as ``optimizer.<parameter>.<key>`` and cut like its parameter.
+
+torch asks a tensor for its chunks through three methods (torch/distributed/_checkpointable.py); DTensor is one answer to them,
+which knows only torch.chunk's even split, :class:`_ShardOfGlobal` is another, which asks the Layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from parallel import collectives
+from parallel.group import TPGroup
+from parallel.layout import Layout, Piece
+from parallel.state import named_layouts
+
+
+class _ShardOfGlobal(Tensor):
+    """A rank's shard that presents itself to torch.distributed.checkpoint as chunks of the global tensor."""
+
+    local: Tensor
+    layout: Layout
+    rank: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, layout: Layout, rank: int) -> _ShardOfGlobal:
+        self = Tensor._make_subclass(cls, local)
+        self.local, self.layout, self.rank = local, layout, rank
+        return self
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        shape = torch.Size(self.layout.shape)
+        return shape if dim is None else shape[dim]
+
+    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+        offsets, sizes = [0] * len(self.layout.shape), list(self.layout.shape)
+        assert self.layout.dim is not None
+        offsets[self.layout.dim], sizes[self.layout.dim] = piece.start, piece.length
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        chunks = [self._chunk(piece) for piece in self.layout.owned(self.rank)]
+        return [
+            WriteItem(MetadataIndex(fqn, c.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(c, properties, self.size()))
+            for c in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(piece) for piece in self.layout.pieces(self.rank)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        dim = self.layout.dim
+        assert dim is not None and index.offset is not None
+        piece = next(p for p in self.layout.pieces(self.rank) if p.start == index.offset[dim])
+        return self.local.narrow(dim, piece.local, piece.length)
+
+
+def _as_stored(local: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    return local if layout.replicated else _ShardOfGlobal(local, layout, group.rank)
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    group: TPGroup,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes model, optimizer state and ``extra`` (anything JSON can hold) to the new folder ``path``.
+
+    All ranks of ``group`` call it; of several data-parallel replicas only one does.
+    It is written to ``path`` + ".partial" and renamed when complete, so ``path`` either is whole or does not exist.
+
+    Raises:
+        ValueError: on every rank, if ``path`` exists.
+        RuntimeError: on every rank, if writing fails on any (a full disk, say).
+    """
+    path = Path(path)
+    _agree(path.exists(), group, f"the checkpoint {path} exists already")
+    partial = path.with_name(path.name + ".partial")
+    state: dict[str, Any] = {}
+    for name, parameter, layout in named_layouts(model):
+        state[name] = _as_stored(parameter.detach(), layout, group)
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
+            shaped = torch.is_tensor(value) and value.shape == parameter.shape
+            state[f"optimizer.{name}.{key}"] = _as_stored(value, layout, group) if shaped else torch.as_tensor(value)
+    _run(lambda: dcp.save(state, checkpoint_id=partial, **_among(group)), f"writing the checkpoint {path}")
+    failure = None
+    if group.rank == 0:
+        try:
+            (partial / "extra.json").write_text(json.dumps(dict(extra or {}), indent=2))
+            partial.rename(path)
+        except OSError as error:
+            failure = error
+    _agree(failure is not None, group, f"writing the checkpoint {path} failed: {failure or 'see rank 0'}", RuntimeError)
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, group: TPGroup, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Fills ``model`` and ``optimizer`` from a folder that :func:`save_checkpoint` wrote at any number of ranks.
+
+    Returns:
+        the ``extra`` that was saved.
+
+    Raises:
+        ValueError: on every rank and with the model unchanged, if there is no complete checkpoint at ``path``, or if a tensor is
+            missing, unknown, or of another shape or dtype; it names them.
+        RuntimeError: on every rank, if reading fails.
+    """
+    path = Path(path)
+    _agree(not (path / "extra.json").is_file(), group, f"{path} is not a complete checkpoint (it has no extra.json)")
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    entries = list(named_layouts(model))
+    _check_stored(path, {k: v for k, v in stored.items() if not k.startswith("optimizer.")}, entries)
+    weights = [torch.empty_like(parameter, requires_grad=False) for _, parameter, _ in entries]
+    state = {e.name: _as_stored(local, e.layout, group) for e, local in zip(entries, weights, strict=True)}
+    moments: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for _, parameter, _ in entries}
+    for name, parameter, layout in entries if optimizer else ():
+        prefix = f"optimizer.{name}."
+        for key, meta in stored.items():
+            if key.startswith(prefix):
+                assert isinstance(meta, TensorStorageMetadata)
+                shaped = tuple(meta.size) == layout.shape
+                dtype = meta.properties.dtype
+                local = torch.empty_like(parameter, dtype=dtype) if shaped else torch.empty(meta.size, dtype=dtype)
+                moments[parameter][key.removeprefix(prefix)] = local
+                state[key] = _as_stored(local, layout, group) if shaped else local
+    if optimizer and not any(moments.values()):
+        raise ValueError(f"{path} was saved without optimizer state")
+    _run(lambda: dcp.load(state, checkpoint_id=path, **_among(group)), f"reading the checkpoint {path}")
+    with torch.no_grad():
+        for (_, parameter, _), local in zip(entries, weights, strict=True):
+            parameter.copy_(local)
+    if optimizer:
+        optimizer.state.update(moments)
+    return json.loads((path / "extra.json").read_text())
+
+
+def _check_stored(path: Path, stored: Mapping[str, Any], entries: list[Any]) -> None:
+    names = {entry.name for entry in entries}
+    if missing := sorted(names - stored.keys()):
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    if unknown := sorted(stored.keys() - names):
+        raise ValueError(f"{path} has tensors that the model lacks: {', '.join(unknown)}")
+    for name, parameter, layout in entries:
+        shape, dtype = tuple(stored[name].size), stored[name].properties.dtype
+        if shape != layout.shape:
+            raise ValueError(f"{name} has shape {shape} in {path}, the model's is {layout.shape}")
+        if dtype != parameter.dtype:
+            raise ValueError(f"{name} is {dtype} in {path}, the model's is {parameter.dtype}")
+
+
+def _among(group: TPGroup) -> dict[str, Any]:
+    return {"process_group": group.process_group, "no_dist": group.size == 1}
+
+
+def _agree(failed: bool, group: TPGroup, message: str, kind: type[Exception] = ValueError) -> None:
+    """Raises on every rank if something failed on any."""
+    device = torch.device("cpu")
+    if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if collectives.all_reduce(torch.tensor([float(failed)], device=device), group, "max").item():
+        raise kind(message)
+
+
+def _run(action: Any, what: str) -> None:
+    try:
+        action()
+    except CheckpointException as error:  # a BaseException, which the caller's `except Exception` would miss
+        reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        raise RuntimeError(f"{what} failed: {reasons}") from error

@@ -1,0 +1,55 @@
+"""What all blocks of one forward pass share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpblock.config import ModelConfig, Position
+from tpblock.rope import rotary_tables
+
+
+@dataclass(frozen=True)
+class Context:
+    """The shape and coordinates of one batch.
+
+    Attributes:
+        batch, seq: this replica's batch shape; its ``batch * seq`` tokens in row-major order are what sequence parallelism cuts.
+        rotary: cos and sin tables [seq, rotary_dim / 2], float32 or better; None without rotary embeddings.
+        step: the number of the training step (or micro-batch): dropout masks are a function of it. Needed only with dropout.
+        first_token: the index of this replica's first token in the global batch (data-parallel rank * batch * seq), so that
+            replicas draw different masks, the same as one device would for the whole batch.
+    """
+
+    batch: int
+    seq: int
+    rotary: tuple[Tensor, Tensor] | None = None
+    step: int | None = None
+    first_token: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        batch: int,
+        seq: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        step: int | None = None,
+        first_token: int = 0,
+    ) -> Context:
+        """The context of a batch at positions 0..seq-1, with tables for activations of ``dtype``."""
+        if seq > config.max_seq_len:
+            raise ValueError(f"a sequence of {seq} tokens is longer than the model's max_seq_len {config.max_seq_len}")
+        rotary = None
+        if config.position is Position.ROPE:
+            positions = torch.arange(seq, device=device)
+            rotary = rotary_tables(positions, config.rotary_dim, config.rope_theta, torch.promote_types(dtype, torch.float32))
+        return cls(batch, seq, rotary, step, first_token)

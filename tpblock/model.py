@@ -1,0 +1,171 @@
+"""The decoder-only language model: embedding, stack, head, loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from parallel.group import TPGroup
+from parallel.layout import Layout
+from parallel.linear import ColumnParallelLinear, column_parallel_linear
+from parallel.regions import copy_to_ranks, gather_from_ranks, split_tokens
+from parallel.vocab import VocabParallelEmbedding, linear_cross_entropy
+from tpblock.config import ModelConfig, Position
+from tpblock.context import Context
+from tpblock.init import initialise
+from tpblock.stack import Stack
+
+
+class Decoder(nn.Module):
+    """Token embedding (cut along the vocabulary), stack of blocks, output head (cut along the vocabulary, or the embedding itself).
+
+    Called with labels it returns the mean cross entropy, without ever gathering logits over the ranks.
+
+    Args:
+        config: sizes and choices, all global.
+        group: the tensor-parallel ranks; ``single_device()`` needs no torch.distributed.
+        sequence_parallel: cut the activations between the sharded regions along their tokens (Korthikanti et al., 2022).
+        reduce_dtype: the dtype in which partial sums are added over the ranks, e.g. torch.float32 for bf16 models.
+        activation_checkpointing: compute each block again in backward rather than keep its activations.
+        device, dtype: of the parameters. On "meta" nothing is drawn: ``to_empty``, then :meth:`initialise`.
+        seed: initial values and dropout masks are a function of it, the parameters' names and global coordinates.
+        loss_chunk: how many tokens' logits are held at once while the loss is computed.
+
+    Raises:
+        ValueError: if the group has more ranks than query heads, d_ff or vocabulary rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        group: TPGroup,
+        sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        activation_checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = 0,
+        loss_chunk: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.config, self.group, self.sequence_parallel, self.reduce_dtype = config, group, sequence_parallel, reduce_dtype
+        self.loss_chunk = loss_chunk
+        self.embedding = VocabParallelEmbedding(
+            config.vocab_size,
+            config.dim,
+            device,
+            dtype,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            reduce_dtype=reduce_dtype,
+            seed=None,
+        )
+        self.positions = None
+        if config.position is Position.LEARNED:
+            self.positions = nn.Parameter(torch.empty(config.max_seq_len, config.dim, device=device, dtype=dtype))
+        self.stack = Stack(
+            config,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            reduce_dtype=reduce_dtype,
+            activation_checkpointing=activation_checkpointing,
+            device=device,
+            dtype=dtype,
+            seed=None,
+        )
+        self.head = None
+        if not config.tied_embeddings:
+            self.head = ColumnParallelLinear(
+                config.dim,
+                config.vocab_size,
+                False,
+                device,
+                dtype,
+                group=group,
+                parts=self.embedding.layouts["weight"].parts,
+                sequence_parallel=sequence_parallel,
+                reduce_dtype=reduce_dtype,
+                seed=None,
+            )
+        if seed is not None and self.embedding.weight.device.type != "meta":
+            self.initialise(seed)
+
+    def initialise(self, seed: int = 0) -> None:
+        """Draws all parameters and keys the dropout sites: needed after ``to_empty`` of a model built on the meta device."""
+        initialise(self, self.group, seed, std=self.config.init_std, layers=self.config.layers)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """This rank's rows [V_r, d] of the output head."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        step: int | None = None,
+        first_token: int = 0,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        """The logits of all tokens, or with ``labels`` their loss.
+
+        Args:
+            ids: token ids [batch, seq], the same on every rank of the group.
+            labels: [batch, seq], the token that each position is to predict (already shifted); -100 is ignored.
+            step, first_token: coordinates of the dropout masks, see :class:`Context`.
+            label_smoothing, z_loss: see ``vocab_parallel_cross_entropy``.
+
+        Returns:
+            Without labels: logits [batch, seq, vocab_size], whole on every rank. With: the mean cross entropy, 0-d, the same
+            on every rank.
+        """
+        if ids.ndim != 2:
+            raise ValueError(f"token ids must be [batch, seq], got shape {tuple(ids.shape)}")
+        if labels is not None and labels.shape != ids.shape:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} do not match token ids of shape {tuple(ids.shape)}")
+        batch, seq = ids.shape
+        weight = self.embedding.weight
+        context = Context.build(
+            self.config, batch, seq, device=weight.device, dtype=weight.dtype, step=step, first_token=first_token
+        )
+        hidden = self.stack(self._embed(ids, context), context)
+        if labels is None:
+            return self._logits(hidden, context).view(batch, seq, -1)
+        return linear_cross_entropy(
+            hidden.flatten(0, -2),
+            self.head_weight,
+            labels.flatten(),
+            vocab_size=self.config.vocab_size,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            tokens=context.tokens,
+            chunk_tokens=self.loss_chunk,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+    def _embed(self, ids: Tensor, context: Context) -> Tensor:
+        x = self.embedding(ids)
+        if self.positions is None:
+            return x
+        if not self.sequence_parallel:
+            return x + self.positions[: context.seq]
+        table = copy_to_ranks(self.positions, group=self.group)
+        rows = split_tokens(torch.arange(context.tokens, device=ids.device) % context.seq, self.group)
+        return x + table[rows]
+
+    def _logits(self, hidden: Tensor, context: Context) -> Tensor:
+        local = column_parallel_linear(
+            hidden,
+            self.head_weight,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            tokens=context.tokens,
+            reduce_dtype=self.reduce_dtype,
+        )
+        layout = Layout((self.config.vocab_size,), -1, self.embedding.layouts["weight"].parts)
+        return gather_from_ranks(local, layout, self.group)
