@@ -66,7 +66,9 @@ class _ShardOfGlobal(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         dim = self.layout.dim
         assert dim is not None and index.offset is not None
-        piece = next(p for p in self.layout.pieces(self.rank) if p.start == index.offset[dim])
+        pieces = self.layout.pieces(self.rank)
+        # A loading rank names one of its pieces; a writing one the first that starts at the offset.
+        piece = pieces[index.index] if index.index is not None else next(p for p in pieces if p.start == index.offset[dim])
         return self.local.narrow(dim, piece.local, piece.length)
 
 

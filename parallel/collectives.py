@@ -75,6 +75,11 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
     return lambda: _ops.wait_tensor(handle)[: counts[group.rank]].to(dtype)
 
 
+def all_to_all(x: Tensor, group: TPGroup, *, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    """Sends rank r the next ``given[r]`` rows of ``x`` and stacks the ``taken[r]`` rows that each rank r sent."""
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(taken), list(given), group.name))
+
+
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
     if x.shape[0] == rows:
         return x

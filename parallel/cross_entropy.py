@@ -36,7 +36,7 @@ class TokenLoss:
         loss  = log S - (1 - s) (z_y - m) - s/V sum_v (z_v - m) + c lse^2
         dz_v  = (1 + 2 c lse) exp(z_v - m) / S - (1 - s) [v = y] - s/V
 
-    A rank gives m_r, S_r = sum over its v of exp(z_v - m_r), z_y if it holds y, and with smoothing sum over its v of z_v - m_r.
+    A rank gives m_r, S_r = sum over its v of exp(z_v - m_r), z_y if it holds y, and with smoothing sum of z_v - m_r.
     One all-gather of these 3 or 4 numbers a token lets every rank merge them in the same order, hence to the same bits. (To
     all-reduce the maximum, then the sums, is two exchanges to wait for, with a pass over the logits in between.)
     All of it is float32, or float64 for float64 logits, and logits are shifted by their maximum before anything is added up.

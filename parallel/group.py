@@ -7,10 +7,13 @@ holds no process group and never touches ``torch.distributed``, so the single-de
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.layout import Run, deal
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,48 @@ class TPGroup:
 
     ``rank`` is this process's place in the group (0 <= rank < size), which is what decides the shard that it owns.
     ``process_group`` is None exactly when ``size`` is 1.
+
+    ``virtual_shards`` turns on invariant mode: parameters are cut into that many shards whatever the number of ranks, each rank
+    owns a contiguous run of them, and all sums over shards have the same bits for every ``size`` (see tree.py). Without it
+    there is one shard a rank.
     """
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
+    virtual_shards: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is outside a tensor-parallel group of size {self.size}")
         if self.size > 1 and self.process_group is None:
             raise ValueError(f"a tensor-parallel group of size {self.size} needs a process group")
+        if self.virtual_shards is not None and self.virtual_shards < self.size:
+            raise ValueError(f"{self.virtual_shards} virtual shards cannot be dealt over {self.size} ranks, one would own none")
+
+    @property
+    def shards(self) -> int:
+        """Into how many shards parameters are cut."""
+        return self.size if self.virtual_shards is None else self.virtual_shards
+
+    @property
+    def invariant(self) -> bool:
+        """Whether results must not depend on the number of ranks."""
+        return self.virtual_shards is not None
+
+    @cached_property
+    def owners(self) -> tuple[Run, ...]:
+        """The run of shards that each rank owns."""
+        return deal(self.shards, self.size)
+
+    @property
+    def local_shards(self) -> range:
+        """The shards that this rank owns."""
+        return range(*self.owners[self.rank])
+
+    def with_virtual_shards(self, virtual_shards: int | None) -> TPGroup:
+        """The same ranks in invariant mode with that many shards (None: in the default mode)."""
+        return replace(self, virtual_shards=virtual_shards)
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ Only integers here, no tensors and no communication. Vocabulary used in the whol
 
 * *unit*: what cannot be cut, e.g. an attention head (``head_dim`` rows) or a single row;
 * *part*: a named section of the cut dimension that is dealt on its own, e.g. ``gate`` and ``up`` of a fused weight;
-* *shard*: what one rank owns: for each part, in order, one contiguous run of its units;
+* *shard*: for each part, in order, one contiguous run of its units; a rank owns one shard, or in invariant mode several;
 * *piece*: such a run, with its place in the global tensor and in the local one.
 
 A fused weight is therefore global ``[gate; up]`` and local ``[gate_r; up_r]``, never a plain slice of the global one.
@@ -41,11 +41,23 @@ def deal(units: int, shards: int, unit: int = 1) -> tuple[Run, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A named section of the cut dimension and the run of it that each shard holds, in rows counted within the part."""
+    """A named section of the cut dimension and the run of it that each shard holds, in rows counted within the part.
+
+    Runs are in order and cover the part; neighbouring shards may hold the same run, but not parts of one another's.
+    """
 
     name: str
     size: int
     runs: tuple[Run, ...]
+
+    def __post_init__(self) -> None:
+        before = Run(0, 0)
+        for run in (*self.runs, Run(self.size, self.size + 1)):
+            if run.length < 1 or (run != before and run.start != before.stop):
+                raise ValueError(
+                    f"{self.name}: the runs {[tuple(r) for r in self.runs]} do not cover its {self.size} rows in order"
+                )
+            before = run
 
     @classmethod
     def even(cls, name: str, units: int, shards: int, *, unit: int = 1) -> Part:
@@ -58,10 +70,10 @@ class Part:
 def attention_parts(heads: int, kv_heads: int, head_dim: int, shards: int) -> tuple[Part, Part, Part]:
     """The parts ``q``, ``k``, ``v`` of a fused projection for multi-head, grouped-query and multi-query attention.
 
-    With at least as many KV heads as shards, whole KV groups are dealt (3 KV heads of 3 query heads each over 2 shards: 6 and 3
-    query heads). With fewer, shards are dealt to KV heads, each shard holding one KV head and some of its query heads, so a KV
-    head is held by several shards (2 KV heads on 4 shards: 0, 0, 1, 1). Either way every shard runs an ordinary grouped
-    attention: its query heads divide evenly over its KV heads.
+    With at least as many KV heads as shards, whole KV groups are dealt (3 KV heads of 3 query heads each over 2 shards: 6
+    and 3 query heads). With fewer, shards are dealt to KV heads, each shard holding one KV head and some of its query heads,
+    so a KV head is held by several shards (2 KV heads on 4 shards: 0, 0, 1, 1). Either way every shard runs an ordinary
+    grouped attention: its query heads divide evenly over its KV heads.
     """
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
@@ -98,15 +110,25 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of global ``shape`` is cut along ``dim`` (None: every rank holds all of it)."""
+    """How a tensor of global ``shape`` is cut along ``dim`` (None: every rank holds all of it).
+
+    ``owners`` says which run of shards each rank owns; None: one shard a rank.
+    """
 
     shape: tuple[int, ...]
     dim: int | None = None
     parts: tuple[Part, ...] = ()
+    owners: tuple[Run, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.dim is None:
             return
+        names, shards = [part.name for part in self.parts], {len(part.runs) for part in self.parts}
+        if len(set(names)) < len(names):
+            raise ValueError(f"the parts of one tensor need different names, got {', '.join(names)}")
+        if len(shards) > 1:
+            dealt = ", ".join(f"{part.name} over {len(part.runs)}" for part in self.parts)
+            raise ValueError(f"the parts of one tensor must be dealt over the same number of ranks, got {dealt}")
         total = sum(part.size for part in self.parts)
         if total != self.shape[self.dim]:
             sizes = " + ".join(f"{part.name} {part.size}" for part in self.parts)
@@ -125,44 +147,65 @@ class Layout:
             at += part.size
         return starts
 
-    def pieces(self, shard: int) -> tuple[Piece, ...]:
-        """What ``shard`` holds, in local order. A replicated tensor has none: it is not cut."""
+    @cached_property
+    def rank_shards(self) -> tuple[Run, ...]:
+        """The run of shards that each rank owns."""
+        if self.owners is not None:
+            return self.owners
+        return deal(len(self.parts[0].runs), len(self.parts[0].runs)) if self.parts else ()
+
+    def shard_sizes(self, rank: int) -> list[int]:
+        """The length of the cut dimension of each shard that ``rank`` owns."""
+        return [sum(part.runs[shard].length for part in self.parts) for shard in range(*self.rank_shards[rank])]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds, in local order: shard by shard, part by part. A replicated tensor has none: it is not cut."""
         pieces, local = [], 0
-        for part in self.parts:
-            run = part.runs[shard]
-            pieces.append(Piece(part.name, self.part_starts[part.name] + run.start, local, run.length))
-            local += run.length
+        if self.dim is None:
+            return ()
+        for shard in range(*self.rank_shards[rank]):
+            for part in self.parts:
+                run = part.runs[shard]
+                pieces.append(Piece(part.name, self.part_starts[part.name] + run.start, local, run.length))
+                local += run.length
         return tuple(pieces)
 
-    def owned(self, shard: int) -> tuple[Piece, ...]:
-        """The pieces that ``shard`` is the first to hold: over all shards they cover the global tensor exactly once."""
-        earlier = {(p.part, p.start) for other in range(shard) for p in self.pieces(other)}
-        return tuple(p for p in self.pieces(shard) if (p.part, p.start) not in earlier)
+    def owned(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` is the first to hold: over all ranks they cover the global tensor exactly once."""
+        seen = {(p.part, p.start) for other in range(rank) for p in self.pieces(other)}
+        owned = []
+        for piece in self.pieces(rank):
+            if (piece.part, piece.start) not in seen:
+                owned.append(piece)
+            seen.add((piece.part, piece.start))
+        return tuple(owned)
 
     @cached_property
     def shared(self) -> tuple[Part, ...]:
-        """The parts of which several shards hold the same rows (KV heads, when there are more ranks than KV heads)."""
+        """The parts of which several shards hold the same rows (KV heads, when there are more shards than KV heads)."""
         return tuple(part for part in self.parts if len(set(part.runs)) < len(part.runs))
 
-    def local_size(self, shard: int) -> int:
-        """The length of the cut dimension on ``shard``."""
-        return sum(part.runs[shard].length for part in self.parts)
+    def local_size(self, rank: int) -> int:
+        """The length of the cut dimension on ``rank``."""
+        return sum(self.shard_sizes(rank))
 
-    def local_shape(self, shard: int) -> tuple[int, ...]:
+    def local_sections(self, rank: int) -> list[int]:
+        """The local length of each piece, for ``Tensor.split``."""
+        return [piece.length for piece in self.pieces(rank)]
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
-        return (*self.shape[: self.dim], self.local_size(shard), *self.shape[self.dim + 1 :])
-
-    def local_sections(self, shard: int) -> list[int]:
-        """The local length of each part, for ``Tensor.split``."""
-        return [part.runs[shard].length for part in self.parts]
+        shape = list(self.shape)
+        shape[self.dim] = self.local_size(rank)
+        return tuple(shape)
 
 
-def column_layout(shape: Sequence[int], parts: Sequence[Part]) -> Layout:
+def column_layout(shape: Sequence[int], parts: Sequence[Part], owners: tuple[Run, ...] | None = None) -> Layout:
     """Cut along the output: dimension 0 of a weight [out, in] or of its bias [out]."""
-    return Layout(tuple(shape), 0, tuple(parts))
+    return Layout(tuple(shape), 0, tuple(parts), owners)
 
 
-def row_layout(shape: Sequence[int], parts: Sequence[Part]) -> Layout:
+def row_layout(shape: Sequence[int], parts: Sequence[Part], owners: tuple[Run, ...] | None = None) -> Layout:
     """Cut along the input: dimension 1 of a weight [out, in]."""
-    return Layout(tuple(shape), 1, tuple(parts))
+    return Layout(tuple(shape), 1, tuple(parts), owners)

@@ -288,10 +288,13 @@ class RowParallelLinear(nn.Module):
         return F.linear(x, self.weight)
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """The sum of the ranks' partial results (without the bias): [T, O], or [T_r, O] under sequence parallelism."""
+        """The sum of the ranks' partial results (without the bias): [T, O], or [T_r, O] under sequence parallelism.
+
+        It may reuse the memory of ``partial``.
+        """
         if self.sequence_parallel:
             return reduce_scatter_tokens(partial, partial.shape[0], self.group, self.reduce_dtype)
-        return reduce_from_ranks(partial, self.group, self.reduce_dtype)
+        return reduce_from_ranks(partial, self.group, self.reduce_dtype, owned=True)
 
     def add_bias(self, y: Tensor) -> Tensor:
         """y + b, b's gradient summed over the ranks' tokens under sequence parallelism."""

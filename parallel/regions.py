@@ -56,13 +56,29 @@ def join_pieces(shards: list[Tensor], layout: Layout) -> Tensor:
     return torch.cat([rows for _, rows in sorted(pieces, key=lambda item: item[0])], layout.dim)
 
 
-def gather_pieces(local: Tensor, layout: Layout, group: TPGroup) -> Tensor:
-    """The global tensor on every rank, from each rank's shard of it. One all-gather, no autograd."""
+def add_pieces(shards: list[Tensor], layout: Layout) -> Tensor:
+    """The global tensor, from all ranks' shards, in which rows that several ranks hold are the sum of theirs."""
+    assert layout.dim is not None
+    shape = list(shards[0].shape)
+    shape[layout.dim] = sum(part.size for part in layout.parts)
+    full = shards[0].new_zeros(shape)
+    for rank, shard in enumerate(shards):
+        for piece in layout.pieces(rank):
+            full.narrow(layout.dim, piece.start, piece.length).add_(shard.narrow(layout.dim, piece.local, piece.length))
+    return full
+
+
+def gather_pieces(local: Tensor, layout: Layout, group: TPGroup, *, add_shared: bool = False) -> Tensor:
+    """The global tensor on every rank, from each rank's shard of it. One all-gather, no autograd.
+
+    Of rows that several ranks hold, the first holder's are taken, or with ``add_shared`` the sum over the holders.
+    """
     if layout.dim is None or group.size == 1:
         return local
     counts = [layout.local_size(rank) for rank in range(group.size)]
     rows = collectives.all_gather(local.movedim(layout.dim, 0), group, counts)
-    return join_pieces([r.movedim(0, layout.dim) for r in rows.split(counts)], layout)
+    join = add_pieces if add_shared and layout.shared else join_pieces
+    return join([r.movedim(0, layout.dim) for r in rows.split(counts)], layout)
 
 
 class _CopyToRanks(Function):
@@ -80,12 +96,12 @@ class _CopyToRanks(Function):
 
 class _ReduceFromRanks(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
-        return collectives.start_all_reduce(x.clone(), group, reduce_dtype)()
+    def forward(ctx: Any, x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None, owned: bool) -> Tensor:
+        return collectives.start_all_reduce(x if owned else x.clone(), group, reduce_dtype)()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
 
 
 class _ScatterToRanks(Function):
@@ -96,7 +112,7 @@ class _ScatterToRanks(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_pieces(grad, ctx.layout, ctx.group), None, None
+        return gather_pieces(grad, ctx.layout, ctx.group, add_shared=True), None, None
 
 
 class _GatherFromRanks(Function):
@@ -107,7 +123,11 @@ class _GatherFromRanks(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return take_pieces(grad, ctx.layout, ctx.group.rank), None, None
+        layout, rank = ctx.layout, ctx.group.rank
+        held = take_pieces(grad, layout, rank)
+        for piece in set(layout.pieces(rank)) - set(layout.owned(rank)):  # the result has the first holder's rows, not these
+            held.narrow(layout.dim, piece.local, piece.length).zero_()
+        return held, None, None
 
 
 class _GatherTokens(Function):
@@ -202,9 +222,13 @@ def copy_to_ranks(*tensors: Tensor, group: TPGroup, reduce_dtype: torch.dtype | 
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def reduce_from_ranks(x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of partial results over the ranks, on every rank. Shape unchanged."""
-    return x if group.size == 1 else _ReduceFromRanks.apply(x, group, reduce_dtype)
+def reduce_from_ranks(x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None, owned: bool = False) -> Tensor:
+    """The sum of partial results over the ranks, on every rank. Shape unchanged.
+
+    ``owned``: the sum may be written over ``x`` (no backward formula keeps it, as after a product or a sum, and the caller
+    does not read it again), which spares a copy of the activations.
+    """
+    return x if group.size == 1 else _ReduceFromRanks.apply(x, group, reduce_dtype, owned)
 
 
 def scatter_to_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:

@@ -22,7 +22,7 @@ from parallel.group import TPGroup
 from parallel.layout import Layout
 
 _BLOCK = 1 << 14  # normals that are made at a time, from as many 32-bit words
-_CHUNK = 1 << 17  # numbers (normals or words) that are held at a time beside the result
+_CHUNK = 1 << 18  # numbers (normals or words) that are held at a time beside the result
 _WORDS = 8  # 32-bit words that one step of the Philox counter gives
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -165,7 +165,7 @@ def dropout(
     """``x`` (any shape and strides) with each element set to 0 with probability p, the others scaled by 1 / (1 - p).
 
     The element of *global* flat index g is kept if the 32-bit word g of the Philox stream of (``key``, ``step``) is at least
-    2**32 p. The caller says which indices ``x`` holds: in order, its elements are runs of ``run`` consecutive indices, the i-th
+    2**32 p. The caller says which indices ``x`` holds: its elements, in order, are runs of ``run`` consecutive indices, run i
     beginning at ``offset + i * stride``.
 
     * Tokens t0, ... of [tokens, d]: one run (the default), offset = t0 * d.

@@ -26,20 +26,36 @@ def vocab_part(vocab_size: int, group: TPGroup) -> Part:
     return Part.even("vocab", vocab_size, group.size)
 
 
-def _check_ids(ids: Tensor, vocab_size: int, what: str, ignore_index: int | None = None) -> None:
-    """Refuses ids outside [0, V). They are alike on every rank, so all ranks refuse, and none is left alone in a collective."""
+def _checked(ids: Tensor, vocab_size: int, what: str, ignore_index: int | None = None) -> Tensor:
+    """The ids, or a ValueError if one is outside [0, V). They are alike on all ranks, so either all go on or none does."""
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"a {what} is an integer below {vocab_size}, got a tensor of {ids.dtype}")
+    check = _traceable_check if torch.compiler.is_compiling() else _check
+    return check(ids.long(), vocab_size, what, ignore_index)
+
+
+def _check(ids: Tensor, vocab_size: int, what: str, ignore_index: int | None) -> Tensor:
     if ids.is_meta:
-        return
+        return ids
     inside = (ids >= 0) & (ids < vocab_size)
     if ignore_index is not None:
         inside |= ids == ignore_index
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not inside.all():
-            raise ValueError(f"{what} {ids[~inside][0].item()} is outside the vocabulary of {vocab_size}")
-    else:  # Elsewhere reading the answer would stall the device or break the graph: the device checks when it gets there.
+    if ids.device.type != "cpu":  # To read the answer here would stall the device: it asserts when it gets there.
         torch._assert_async(inside.all(), f"a {what} is outside the vocabulary of {vocab_size}")
+    elif not inside.all():
+        raise ValueError(f"{what} {ids[~inside][0].item()} is outside the vocabulary of {vocab_size}")
+    return ids
+
+
+@torch.library.custom_op("tpblock::check_ids", mutates_args=())
+def _traceable_check(ids: Tensor, vocab_size: int, what: str, ignore_index: int | None) -> Tensor:
+    """As one operation of a compiled graph, where _assert_async on the CPU would end the process rather than raise."""
+    return _check(ids, vocab_size, what, ignore_index).clone()
+
+
+@_traceable_check.register_fake
+def _(ids: Tensor, vocab_size: int, what: str, ignore_index: int | None) -> Tensor:
+    return torch.empty_like(ids)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -64,8 +80,8 @@ class VocabParallelEmbedding(nn.Module):
 
     Raises:
         ValueError: if a size is not positive or a rank would hold none of the vocabulary; in forward, for ids that are not
-            integers, and on the CPU for one outside the vocabulary (on an accelerator, where reading ids would stall it, and
-            under torch.compile, the device's own assertion fails).
+            integers, and for one outside the vocabulary (on an accelerator, which reading ids would stall, its own assertion
+            fails instead).
     """
 
     layouts: dict[str, Layout]
@@ -103,7 +119,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T], alike on every rank -> [T, d] on every rank, or [T_r, d] under sequence parallelism."""
-        _check_ids(ids, self.num_embeddings, "token id")
+        ids = _checked(ids, self.num_embeddings, "token id")
         y = F.embedding(ids, self.weight) if self.group.size == 1 else self._partial(ids)
         if self.sequence_parallel:
             y = y.flatten(0, -2)
@@ -123,15 +139,15 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.group.rank} of {self.group.size}"
 
 
-def _check_loss(
+def _checked_labels(
     width: int,
     labels: Tensor,
     shape: torch.Size | tuple[int, ...],
     loss: TokenLoss,
     reduction: str,
     reductions: tuple[str, ...],
-) -> None:
-    """What vocab_parallel_cross_entropy and linear_cross_entropy refuse, before any collective."""
+) -> Tensor:
+    """The labels, flat, unless there is something that both forms of the loss refuse, which they do before any collective."""
     if reduction not in reductions:
         raise ValueError(f"reduction is one of {', '.join(reductions)}, got {reduction!r}")
     if not 0 <= loss.label_smoothing <= 1:
@@ -147,7 +163,7 @@ def _check_loss(
         )
     if labels.shape != torch.Size(shape):
         raise ValueError(f"labels have shape {tuple(labels.shape)}, the logits are of tokens of shape {tuple(shape)}")
-    _check_ids(labels, loss.part.size, "label", loss.ignore_index)
+    return _checked(labels.reshape(-1), loss.part.size, "label", loss.ignore_index)
 
 
 def _mean(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -186,13 +202,12 @@ def vocab_parallel_cross_entropy(
         copy, or under autocast), else of the logits' dtype.
 
     Raises:
-        ValueError: if a label is outside the vocabulary (on the CPU; elsewhere, and under torch.compile, the device's own
-            assertion fails), is not an integer, or the shape of the labels is another; if the logits are not this rank's
-            columns, for example all of them; for ``label_smoothing`` outside [0, 1], ``z_loss`` below 0, an unknown reduction.
+        ValueError: if a label is outside the vocabulary (on an accelerator its own assertion fails instead) or not an integer,
+            or the labels' shape is another; if the logits are not this rank's columns, for example all of them; for
+            ``label_smoothing`` outside [0, 1], ``z_loss`` below 0, an unknown reduction.
     """
     loss = TokenLoss(vocab_part(vocab_size, group), group, ignore_index, label_smoothing, z_loss)
-    _check_loss(logits.shape[-1], labels, logits.shape[:-1], loss, reduction, ("mean", "sum", "none"))
-    flat = labels.reshape(-1).long()
+    flat = _checked_labels(logits.shape[-1], labels, logits.shape[:-1], loss, reduction, ("mean", "sum", "none"))
     losses = DenseCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, loss)
     if reduction == "none":
         return losses.view(labels.shape)
@@ -256,12 +271,16 @@ def linear_cross_entropy(
                 f"rank {group.rank} was given {tuple(x.shape[:-1])}"
             )
         labels = labels.reshape(-1)
-    _check_loss(weight.shape[0], labels, x.shape[:-1] if counts is None else (sum(counts),), loss, reduction, ("mean", "sum"))
+    shape = x.shape[:-1] if counts is None else (sum(counts),)
+    labels = _checked_labels(weight.shape[0], labels, shape, loss, reduction, ("mean", "sum"))
+    if x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
+        biased = "no bias" if bias is None else f"a bias of shape {tuple(bias.shape)}"
+        raise ValueError(f"x of width {x.shape[-1]} does not fit a weight of shape {tuple(weight.shape)} and {biased}")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad)
-    x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1).long()
+    x = x.reshape(-1, x.shape[-1])
     total = LinearCrossEntropy.apply(x, weight, bias, labels, loss, counts, chunk_tokens, needs, reduce_dtype)
     return total if reduction == "sum" else _mean(total, labels, ignore_index)

@@ -17,11 +17,11 @@ class Dropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.key: tuple[int, int] | None = None
+        self.key: int | None = None
 
     def key_stream(self, seed: int, name: str) -> None:
         """Ties the masks to (seed, name); ``name`` is the module's path in the model."""
-        self.key = rng.stream_key(seed, name)
+        self.key = rng.stream_key(seed, name)[0]
 
     def forward(self, x: Tensor, context: Context, *, offset: int, run: int | None = None, stride: int | None = None) -> Tensor:
         """x with elements dropped; ``offset``, ``run``, ``stride`` give its global coordinates as in ``rng.dropout``."""

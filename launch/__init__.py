@@ -1,0 +1,1 @@
+"""What torchrun starts: programs on top of the library."""

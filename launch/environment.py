@@ -1,0 +1,236 @@
+"""What torchrun gives a program: its rank, device and process groups; and how mistakes and failures end all ranks.
+
+    launch(program, options, command="-m launch.train")      # calls program(environment) on every rank, then exits
+
+Three kinds of ends, all with a bounded wait (``--timeout``):
+
+* success: exit code 0;
+* :class:`UserError`, raised on every rank or on none: one line from rank 0, exit code 2;
+* any other exception: its traceback and ``rank 1: ValueError: ...`` from that rank, exit code 1, and torchrun ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import timedelta
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from parallel.group import TPGroup, single_device
+
+
+class UserError(Exception):
+    """A mistake of whoever started the program, told in one line. Raise it on every rank or on none."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a program is spread over ranks."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks that share one copy of the model; all that torchrun started if not given. 1: no torchrun needed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute. auto: one GPU a rank (NCCL) if this host has enough of them, else CPU (gloo)."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another before it gives up."""
+
+
+class Environment:
+    """This process among the ranks.
+
+    Attributes:
+        rank, world: its number among all ranks, and how many there are.
+        local_rank, local_world: the same on this host.
+        device: where its tensors live.
+        group: its tensor-parallel group.
+        mesh: all ranks, with dimensions ("dp", "tp"); None on the single device.
+    """
+
+    def __init__(self, options: Options, *, torchrun: bool) -> None:
+        def number(variable: str, default: int) -> int:
+            return int(os.environ[variable]) if torchrun else default
+
+        self.rank, self.world = number("RANK", 0), number("WORLD_SIZE", 1)
+        self.local_rank, self.local_world = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+        self.device = torch.device("cpu")
+        self.group: TPGroup = single_device()
+        self.mesh: DeviceMesh | None = None
+        self._timeout = timedelta(seconds=options.timeout)
+        self._store: dist.Store | None = None
+        self._exchanges = 0
+        if self.world > 1:
+            self._store, _, _ = next(dist.rendezvous("env://", timeout=self._timeout))
+        # Settled before anything depends on it: ranks that disagree about what follows would wait for each other.
+        self.agree("settings", asdict(options))
+        with self.together("devices"):
+            tp = self.world if options.tp is None else options.tp
+            if tp < 1 or self.world % tp:
+                raise UserError(f"--tp {tp} does not divide the {self.world} ranks that were started")
+            self.device = choose_device(options.device, self.local_rank, self.local_world)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            self._connect(tp)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank does what is done once: it talks to the terminal and writes files."""
+        return self.rank == 0
+
+    def exchange(self, what: str, value: str) -> list[str]:
+        """Every rank's value, in rank order. Needs no process group, and names the ranks that did not arrive in time."""
+        if self._store is None:
+            return [value]
+        self._exchanges += 1
+        keys = [f"{self._exchanges}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], value)
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            seconds = self._timeout.total_seconds()
+            raise RuntimeError(f"gave up after {seconds:g} s waiting for rank {_join(missing)} to tell its {what}") from error
+        return [text.decode() for text in self._store.multi_get(keys)]
+
+    def agree(self, what: str, facts: Mapping[str, object]) -> None:
+        """Checks that all ranks hold the same facts.
+
+        Raises:
+            UserError: on every rank, naming the ranks that differ from rank 0 and in which fields.
+        """
+        mine = json.dumps({key: str(value) for key, value in facts.items()})
+        theirs = [json.loads(text) for text in self.exchange(what, mine)]
+        differences = []
+        for rank, other in enumerate(theirs):
+            fields = [key for key in {**theirs[0], **other} if theirs[0].get(key) != other.get(key)]
+            if fields:
+                told = "; ".join(f"{key} is {other.get(key)}, on rank 0 it is {theirs[0].get(key)}" for key in fields)
+                differences.append(f"rank {rank}: {told}")
+        if differences:
+            raise UserError(f"the ranks differ in their {what}. " + ". ".join(differences[:8]))
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Makes a ValueError or UserError of some ranks in the block a UserError on all of them, so that none waits in vain."""
+        problem = ""
+        try:
+            yield
+        except (ValueError, UserError) as error:
+            problem = str(error)
+        problems = self.exchange(what, problem)
+        failed = {rank: text for rank, text in enumerate(problems) if text}
+        if len(failed) == self.world and len(set(problems)) == 1:
+            raise UserError(problems[0])
+        if failed:
+            raise UserError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+
+    def close(self) -> None:
+        """Leaves the process groups. The group and mesh cannot be used any more."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    def _connect(self, tp: int) -> None:
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=self._timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        # Groups of our own for the mesh: those that DeviceMesh makes wait 30 minutes, whatever the timeout here.
+        ranks = torch.arange(self.world).view(-1, tp)
+        across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=self._timeout)
+        within, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=self._timeout)
+        self.mesh = DeviceMesh.from_group([across, within], self.device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+        self.group = TPGroup.from_mesh(self.mesh["tp"])
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, local_world: int) -> torch.device:
+    """This rank's device. A ValueError if GPUs are wanted and the host has fewer than ranks."""
+    gpus = torch.cuda.device_count()
+    if wanted == "cuda" and gpus < local_world:
+        raise ValueError(f"--device cuda needs a GPU for each of the {local_world} ranks of this host, it has {gpus}")
+    if wanted == "cuda" or (wanted == "auto" and gpus >= local_world):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def launch(program: Callable[[Environment], None], options: Options, *, command: str) -> NoReturn:
+    """Runs ``program`` on this rank and exits with its code. ``command``: how torchrun is told to start it."""
+    assert is_dataclass(options)
+    handler = get_error_handler()  # torchrun reads the error of a failed rank from a file and shows it in its summary
+    handler.initialize()
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        if not torchrun and options.tp != 1:
+            arguments = shlex.join(sys.argv[2:] if "no-python" in command else sys.argv[1:])
+            start = f"torchrun --nproc-per-node {options.tp or 2} {command} {arguments}".rstrip()
+            raise UserError(f"not started by torchrun. Start it as: {start}    (or on a single device, without torchrun: --tp 1)")
+        environment = Environment(options, torchrun=torchrun)
+        program(environment)
+        environment.close()
+    except UserError as error:
+        if rank == 0:
+            handler.record_exception(error)
+            _say(f"error: {error}")
+        else:
+            linger(30)
+        _exit(2)
+    except KeyboardInterrupt:
+        _exit(130)
+    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+        if isinstance(error, SystemExit):
+            raise
+        if _is_about_peers(error):
+            _say(f"rank {rank}: lost touch with another rank: {type(error).__name__}: {error}")
+            linger(5)
+        else:
+            traceback.print_exc()
+            _say(f"rank {rank}: {type(error).__name__}: {error}")
+        handler.record_exception(error)
+        _exit(1)
+    sys.exit(0)
+
+
+def linger(seconds: float) -> None:
+    """Waits for torchrun to end this rank, so that the rank that knows best is the one whose exit torchrun reports."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(seconds)
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or late."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error).lower() for word in ("gloo", "nccl", "waiting for rank"))
+
+
+def _say(line: str) -> None:
+    # One write, so that the lines of several ranks do not mix.
+    sys.stderr.write(" ".join(line.splitlines()) + "\n")
+
+
+def _exit(code: int) -> NoReturn:
+    """Exits without waiting for process groups whose other ranks may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _join(ranks: list[Any]) -> str:
+    return ", ".join(map(str, ranks))
