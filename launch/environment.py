@@ -180,7 +180,9 @@ def launch(program: Callable[[Environment], None], options: Options, *, command:
         if not torchrun and options.tp != 1:
             arguments = shlex.join(sys.argv[2:] if "no-python" in command else sys.argv[1:])
             start = f"torchrun --nproc-per-node {options.tp or 2} {command} {arguments}".rstrip()
-            raise UserError(f"not started by torchrun. Start it as: {start}    (or on a single device, without torchrun: --tp 1)")
+            raise UserError(
+                f"not started by torchrun. Start it as: {start}    (or on a single device, without torchrun: --tp 1)"
+            )
         environment = Environment(options, torchrun=torchrun)
         program(environment)
         environment.close()

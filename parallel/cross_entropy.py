@@ -20,8 +20,8 @@ from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import Part, Run
 
-_BLOCK = 2**24
-"""How many logits the dense form takes to float32 at once (64 MiB), so that its work space does not grow with the tokens."""
+_BLOCK, _BLOCK_CPU = 2**24, 2**20
+"""How many logits the dense form takes to float32 at once: its work space does not grow with the tokens, and suits the caches."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,12 @@ class TokenLoss:
         loss  = log S - (1 - s) (z_y - m) - s/V sum_v (z_v - m) + c lse^2
         dz_v  = (1 + 2 c lse) exp(z_v - m) / S - (1 - s) [v = y] - s/V
 
-    A rank gives m_r, S_r = sum over its v of exp(z_v - m_r), z_y if it holds y, and with smoothing sum of z_v - m_r.
-    One all-gather of these 3 or 4 numbers a token lets every rank merge them in the same order, hence to the same bits. (To
+    A rank gives m_r, S_r = sum over its v of exp(z_v - m_r), z_y if it holds y, and with smoothing its sum of z_v - m_r. One
+    all-gather of these 3 or 4 numbers a token lets every rank merge them in the same order, hence to the same bits. (To
     all-reduce the maximum, then the sums, is two exchanges to wait for, with a pass over the logits in between.)
-    All of it is float32, or float64 for float64 logits, and logits are shifted by their maximum before anything is added up.
+
+    exp(z_v - m) / S is softmax(z_r)_v, which torch computes in one pass, times this rank's share of the probability,
+    S_r exp(m_r - m) / S. All of it is float32, or float64 for float64 logits, and shifted by the maximum before it is added up.
     """
 
     part: Part  # of the vocabulary over the ranks
@@ -54,80 +56,89 @@ class TokenLoss:
         return self.part.runs[self.group.rank]
 
     def _place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label's local column (some column if it is not here), and whether it is not here or ignored."""
-        run = self.run
+        """Each label's local column (some column if it is not here) and whether it is absent: not here, or ignored. [T, 1]"""
+        labels, run = labels.unsqueeze(-1), self.run
         absent = (labels < run.start) | (labels >= run.stop) | (labels == self.ignore_index)
         return (labels - run.start).clamp(0, run.length - 1), absent
 
     def local(self, z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [T, V_r], labels [T] -> exp(z - m_r) [T, V_r], and this rank's statistics [3 or 4, T]."""
+        """Logits [T, V_r], labels [T] -> softmax(z) over this rank's columns, and this rank's statistics [3 or 4, T]."""
         column, absent = self._place(labels)
-        top = z.amax(-1).to(torch.promote_types(z.dtype, torch.float32))
-        e = z - top.masked_fill(top == -math.inf, 0).unsqueeze(-1)  # float32 by promotion; a row of -inf stays one, not nan
-        label_logit = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(top.dtype).masked_fill(absent, 0)
-        shifted = [e.sum(-1)] if self.label_smoothing else []
-        e.exp_()
-        return e, torch.stack([top, e.sum(-1), label_logit, *shifted])
+        p = _softmax(z)
+        top = z.amax(-1).to(p.dtype)
+        only_inf = top == -math.inf  # softmax gives nan, but the other ranks' columns may well be finite
+        exp_sum = p.amax(-1).reciprocal().masked_fill(only_inf, 0)  # the largest is exp(m_r - m_r) / S_r
+        label_logit = z.gather(-1, column).to(p.dtype).masked_fill(absent, 0).squeeze(-1)
+        statistics = [top, exp_sum, label_logit]
+        if self.label_smoothing:
+            statistics.append((z - top.masked_fill(only_inf, 0).unsqueeze(-1)).sum(-1))
+        return p, torch.stack(statistics)
 
-    def merge(self, statistics: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's statistics -> every token's loss, m and S [T], the same bits on every rank. One all-gather."""
-        kinds, ranks = statistics.shape[0], self.group.size
+    def merge(self, statistics: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's statistics -> every token's loss [T], the same bits on every rank, and d(lse + c lse^2)/d(lse) times this
+        rank's share of its probability [T], the factor of its softmax in the gradient. One all-gather."""
+        kinds, rank, ranks = statistics.shape[0], self.group.rank, self.group.size
         everyone = collectives.all_gather(statistics, self.group, [kinds] * ranks).view(ranks, kinds, -1)
-        tops, sums, label_logits, *shifted = everyone.unbind(1)
+        tops, exp_sums, label_logits, *shifted_sums = everyone.unbind(1)
         top = tops.amax(0)
-        total = (sums * (tops - top).exp()).sum(0)
+        exp_sums = exp_sums * (tops - top).exp()
+        total = exp_sums.sum(0)
         log_total = total.log()
         loss = log_total - (1 - self.label_smoothing) * (label_logits.sum(0) - top)
         if self.label_smoothing:
             moved = [run.length * (t - top) for run, t in zip(self.part.runs, tops.unbind(0), strict=True)]
-            loss = loss - self.label_smoothing / self.part.size * (shifted[0] + torch.stack(moved)).sum(0)
+            loss = loss - self.label_smoothing / self.part.size * (shifted_sums[0] + torch.stack(moved)).sum(0)
+        factor = exp_sums[rank] / total
         if self.z_loss:
-            loss = loss + self.z_loss * (top + log_total).square()
-        return loss.masked_fill(labels == self.ignore_index, 0), top, total
+            lse = top + log_total
+            loss = loss + self.z_loss * lse.square()
+            factor = factor * (1 + 2 * self.z_loss * lse)
+        return loss.masked_fill(labels == self.ignore_index, 0), factor
 
-    def logit_gradient(
-        self, e: Tensor, e_top: Tensor, labels: Tensor, top: Tensor, total: Tensor, grad: Tensor | None = None
-    ) -> Tensor:
-        """Turns exp(z - e_top) [T, V_r] into the gradient of z, in place. ``grad``: that of the tokens' losses; None: ones."""
+    def logit_gradient(self, p: Tensor, factor: Tensor, labels: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
+        """Writes the gradient of the logits to ``out`` [T, V_r], and over p. ``grad``: that of the losses [T]; None: ones."""
         column, absent = self._place(labels)
-        weight = torch.ones_like(top) if grad is None else grad
-        weight = weight.masked_fill(labels == self.ignore_index, 0)
-        scale = weight * (e_top - top).exp() / total
-        if self.z_loss:
-            scale = scale * (1 + 2 * self.z_loss * (top + total.log()))
-        e.mul_(scale.unsqueeze(-1))
-        if self.label_smoothing:
-            e.sub_((weight * (self.label_smoothing / self.part.size)).unsqueeze(-1))
-        at_label = (weight * (self.label_smoothing - 1)).masked_fill(absent, 0)
-        return e.scatter_add_(-1, column.unsqueeze(-1), at_label.unsqueeze(-1))
+        weight = torch.ones_like(factor) if grad is None else grad
+        weight = weight.masked_fill(labels == self.ignore_index, 0).unsqueeze(-1)
+        factor = factor.unsqueeze(-1)
+        p.masked_fill_(factor == 0, 0)  # which may be the nan of a softmax over nothing but -inf
+        scale, shift = factor * weight, weight * (-self.label_smoothing / self.part.size)
+        at_label = torch.addcmul(shift, p.gather(-1, column), scale) + (weight * (self.label_smoothing - 1)).masked_fill(
+            absent, 0
+        )
+        return torch.addcmul(shift, p, scale, out=out).scatter_(-1, column, at_label.to(out.dtype))
 
 
 class DenseCrossEntropy(Function):
-    """The tokens' losses [T] of logits [T, V_r]. Keeps the logits as they came and two numbers a token."""
+    """The tokens' losses [T] of logits [T, V_r]. Keeps the logits as they came and one number a token."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, labels: Tensor, loss: TokenLoss) -> Tensor:
         statistics = [loss.local(z[rows], labels[rows])[1] for rows in _blocks(z)]
-        losses, top, total = loss.merge(torch.cat(statistics, 1), labels)
-        ctx.save_for_backward(z, labels, top, total)
+        losses, factor = loss.merge(torch.cat(statistics, 1), labels)
+        ctx.save_for_backward(z, labels, factor)
         ctx.loss = loss
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        z, labels, top, total = ctx.saved_tensors
+        z, labels, factor = ctx.saved_tensors
         dz = torch.empty_like(z)
         for rows in _blocks(z):
-            e = (z[rows] - top[rows].unsqueeze(-1)).exp_()
-            dz[rows] = ctx.loss.logit_gradient(e, top[rows], labels[rows], top[rows], total[rows], grad[rows])
+            ctx.loss.logit_gradient(_softmax(z[rows]), factor[rows], labels[rows], grad[rows], out=dz[rows])
         return dz, None, None
+
+
+def _softmax(z: Tensor) -> Tensor:
+    return torch.softmax(z, -1, dtype=torch.promote_types(z.dtype, torch.float32))
 
 
 def _blocks(z: Tensor) -> list[slice]:
     """Runs of rows of about ``_BLOCK`` elements; all rows at once under torch.compile, which fuses the work space away."""
     tokens, width = z.shape
-    step = max(tokens if torch.compiler.is_compiling() else _BLOCK // width, 1)
+    size = _BLOCK_CPU if z.device.type == "cpu" else _BLOCK
+    step = max(tokens if torch.compiler.is_compiling() else size // width, 1)
     return [slice(at, at + step) for at in range(0, max(tokens, 1), step)]
 
 
@@ -160,14 +171,12 @@ class LinearCrossEntropy(Function):
         for at in range(0, max(full.shape[0], 1), chunk):
             rows, y = full[at : at + chunk], labels[at : at + chunk]
             z = F.linear(rows, weight, bias)
-            e, statistics = loss.local(z, y)
-            del z  # From here on only its exponentials are needed.
-            chunk_losses, top, total = loss.merge(statistics, y)
+            p, statistics = loss.local(z, y)
+            chunk_losses, factor = loss.merge(statistics, y)
             losses.append(chunk_losses)
             if not any(needs):
                 continue
-            dz = loss.logit_gradient(e, statistics[0], y, top, total).to(full.dtype)
-            del e
+            dz = loss.logit_gradient(p, factor, y, None, out=z)
             if dx is not None:
                 dx[at : at + chunk] = dz.matmul(weight)
             if need_dw:

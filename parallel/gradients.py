@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import Layout
-from parallel.regions import exchange_shared_rows
+from parallel.regions import replace_shared_rows, shared_rows
 from parallel.state import NamedLayout, named_layouts
 
 
@@ -96,9 +96,7 @@ def sync_replicated(model: nn.Module, group: TPGroup) -> None:
 
 
 def _held_by_several(model: nn.Module, group: TPGroup) -> list[NamedLayout]:
-    if group.size == 1:
-        return []
-    return [entry for entry in named_layouts(model) if entry.layout.replicated or entry.layout.shared]
+    return [e for e in named_layouts(model) if e.layout.shared or (e.layout.replicated and group.size > 1)]
 
 
 def _first_holders(value: Tensor, layout: Layout, group: TPGroup) -> Tensor:
@@ -107,4 +105,5 @@ def _first_holders(value: Tensor, layout: Layout, group: TPGroup) -> Tensor:
         octets = value.contiguous().view(torch.uint8)
         return collectives.all_reduce(octets if group.rank == 0 else torch.zeros_like(octets), group).view(value.dtype)
     octets = value.unsqueeze(-1).contiguous().view(torch.uint8)
-    return exchange_shared_rows(octets, layout, group, layout.owned(group.rank)).view(value.dtype).squeeze(-1)
+    first = collectives.all_reduce(shared_rows(octets, layout, layout.owned(group.rank)), group)
+    return replace_shared_rows(octets, first, layout, group).view(value.dtype).squeeze(-1)

@@ -158,17 +158,26 @@ class Layout:
         """The length of the cut dimension of each shard that ``rank`` owns."""
         return [sum(part.runs[shard].length for part in self.parts) for shard in range(*self.rank_shards[rank])]
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds, in local order: shard by shard, part by part. A replicated tensor has none: it is not cut."""
-        pieces, local = [], 0
-        if self.dim is None:
-            return ()
+    @property
+    def uncut(self) -> bool:
+        """Whether there is one shard, so that the local tensor is the global one."""
+        return sum(run.length for run in self.rank_shards) == 1
+
+    def pieces_by_shard(self, rank: int) -> list[tuple[Piece, ...]]:
+        """What each shard of ``rank`` holds, part by part, in local order."""
+        shards, local = [], 0
         for shard in range(*self.rank_shards[rank]):
+            pieces = []
             for part in self.parts:
                 run = part.runs[shard]
                 pieces.append(Piece(part.name, self.part_starts[part.name] + run.start, local, run.length))
                 local += run.length
-        return tuple(pieces)
+            shards.append(tuple(pieces))
+        return shards
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds, in local order: shard by shard, part by part. A replicated tensor has none: it is not cut."""
+        return () if self.replicated else tuple(piece for pieces in self.pieces_by_shard(rank) for piece in pieces)
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that ``rank`` is the first to hold: over all ranks they cover the global tensor exactly once."""

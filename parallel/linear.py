@@ -28,6 +28,15 @@ from parallel.regions import (
     sum_over_holders,
     token_counts,
 )
+from parallel.virtual import (
+    aligned,
+    by_token_shard,
+    check_supported,
+    copy_to_shards,
+    gather_to_shards,
+    sum_shards,
+    weight_shards,
+)
 
 
 class _ColumnLinear(Function):
@@ -65,12 +74,17 @@ class _ColumnLinear(Function):
                 finish_dx = collectives.start_reduce_scatter(partial, group, counts, reduce_dtype)
         if need_dw:
             full = x if finish_x is None else finish_x()
-            dw = dy.flatten(0, -2).t().matmul(full.flatten(0, -2))
+            dw = _as_matrix(dy).t().matmul(_as_matrix(full))
         if ctx.has_bias and need_db:
-            db = dy.flatten(0, -2).sum(0)
+            db = _as_matrix(dy).sum(0)
         if finish_dx is not None:
             dx = finish_dx()
         return dx, dw, db, None, None, None
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    """[..., I] -> [T, I]; a single vector is one token."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 def column_parallel_linear(
@@ -78,26 +92,51 @@ def column_parallel_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    layout: Layout,
     group: TPGroup,
     sequence_parallel: bool = False,
     tokens: int | None = None,
     reduce_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """``F.linear`` with a weight cut along its output; see :class:`ColumnParallelLinear` for the algebra."""
-    if group.size == 1:
-        return F.linear(x, weight, bias)
+) -> list[Tensor]:
+    """``F.linear`` with a weight cut along its output as ``layout`` says; see :class:`ColumnParallelLinear` for the algebra.
+
+    Returns:
+        y_s [..., O_s] for each shard that this rank owns: one, or in invariant mode several.
+    """
     counts = None
     if sequence_parallel:
-        counts = token_counts(x.shape[0] * group.size if tokens is None else tokens, group)
+        tokens = x.shape[0] * group.size if tokens is None else tokens
+        counts = token_counts(tokens, group)
         if x.shape[0] != counts[group.rank]:
             raise ValueError(
-                f"sequence parallelism deals {sum(counts)} tokens as {counts} over {group.size} ranks, "
+                f"sequence parallelism deals {tokens} tokens as {counts} over {group.size} ranks, "
                 f"rank {group.rank} was given {x.shape[0]}"
             )
+    if group.invariant:
+        check_supported(x)
+        if tokens is not None and sequence_parallel:
+            copies: Sequence[Tensor] = gather_to_shards(x, tokens, group, reduce_dtype)
+        else:
+            copies = [copy for (copy,) in copy_to_shards([x.flatten(0, -2)], group, reduce_dtype)]
+        ys = linear_shards(copies, weight, bias, layout, group)
+        return ys if sequence_parallel else [y.view(*x.shape[:-1], -1) for y in ys]
+    if group.size == 1:
+        return [F.linear(x, weight, bias)]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, group, counts, reduce_dtype)
+    return [_ColumnLinear.apply(x, weight, bias, group, counts, reduce_dtype)]
+
+
+def linear_shards(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None, layout: Layout, group: TPGroup) -> list[Tensor]:
+    """``F.linear`` of each shard that this rank owns with its own x, without any collective."""
+    if not group.invariant:
+        return [F.linear(xs[0], weight, bias)]
+    weights = weight_shards(weight, layout, group.rank)
+    if bias is None:
+        return [F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
+    biases = weight_shards(bias, column_layout(layout.shape[:1], layout.parts, layout.owners), group.rank)
+    return [F.linear(x, w, b) for x, w, b in zip(xs, weights, biases, strict=True)]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -128,6 +167,8 @@ class ColumnParallelLinear(nn.Module):
     Rows that several ranks hold (KV heads when there are fewer than ranks) get the sum of their gradients over the holders:
     one more all-reduce, of those rows, in backward.
 
+    In invariant mode (``group.virtual_shards``) a rank owns several shards r, computes each on its own, and the sum is a tree.
+
     Raises:
         ValueError: if the parts do not add up to ``out_features``, or a rank would hold none of a part.
     """
@@ -154,12 +195,12 @@ class ColumnParallelLinear(nn.Module):
         check_sizes("ColumnParallelLinear", in_features, out_features)
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.gather_output, self.sequence_parallel, self.reduce_dtype = gather_output, sequence_parallel, reduce_dtype
-        parts = parts or [Part.even("output", out_features, group.size)]
-        layout = column_layout((out_features, in_features), parts)
+        parts = parts or [Part.even("output", out_features, group.shards)]
+        layout = column_layout((out_features, in_features), parts, group.owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if bias:
-            self.layouts["bias"] = column_layout((out_features,), parts)
+            self.layouts["bias"] = column_layout((out_features,), parts, group.owners)
             shape = self.layouts["bias"].local_shape(group.rank)
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         else:
@@ -174,22 +215,30 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         """y, of the shapes given above. ``tokens``: the total over the ranks under sequence parallelism (default: n times
         the rows of ``x``); needed where it does not divide by n."""
-        y = column_parallel_linear(
+        shards = self.shards(x, tokens)
+        y = shards[0] if len(shards) == 1 else torch.cat(shards, -1)
+        if self.gather_output:
+            layout = self.layouts["weight"]
+            y = gather_from_ranks(y, Layout((self.out_features,), -1, layout.parts, layout.owners), self.group)
+        return y
+
+    def shards(self, x: Tensor, tokens: int | None = None) -> list[Tensor]:
+        """y_r as one tensor for each shard that this rank owns: what the sharded region between two linears works on."""
+        return column_parallel_linear(
             self._checked(x),
             *self._parameters_of_holders(),
+            layout=self.layouts["weight"],
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             tokens=tokens,
             reduce_dtype=self.reduce_dtype,
         )
-        if self.gather_output:
-            y = gather_from_ranks(y, Layout((self.out_features,), -1, self.layouts["weight"].parts), self.group)
-        return y
 
-    def local(self, x: Tensor) -> Tensor:
-        """x W_r^T + b_r without the collectives on x and dx, for a caller that has entered the sharded region itself
-        (``copy_to_ranks`` or ``gather_tokens``): the counterpart of :meth:`RowParallelLinear.partial`."""
-        return F.linear(self._checked(x), *self._parameters_of_holders())
+    def local(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """x_s W_s^T + b_s of each shard, without the collectives on x and dx, for a caller that has entered the sharded region
+        itself (``copy_to_ranks``, ``gather_tokens``, ...): the counterpart of :meth:`RowParallelLinear.leaves`."""
+        xs = [self._checked(x) for x in xs]
+        return linear_shards(xs, *self._parameters_of_holders(), self.layouts["weight"], self.group)
 
     def _checked(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
@@ -259,7 +308,8 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         self.reduce_dtype = reduce_dtype
-        layout = row_layout((out_features, in_features), parts or [Part.even("input", in_features, group.size)])
+        parts = parts or [Part.even("input", in_features, group.shards)]
+        layout = row_layout((out_features, in_features), parts, group.owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if bias:
@@ -273,40 +323,63 @@ class RowParallelLinear(nn.Module):
         """Draws the weight from N(0, 1/(3 in_features)), the variance of ``torch.nn.Linear``, and clears the bias."""
         reset_linear(self, seed, name)
 
-    def partial(self, x: Tensor) -> Tensor:
-        """This rank's summand x_r W_r^T [T, O], for a caller that adds several before one reduction (see :meth:`reduce`)."""
+    def leaves(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The summands x_s W_s^T [T, O] of the shards that this rank owns, for a caller that adds to them before one
+        :meth:`reduce`."""
+        layout, rank = self.layouts["weight"], self.group.rank
+        for x, width in zip(xs, layout.shard_sizes(rank), strict=True):
+            if x.shape[-1] != width:
+                raise ValueError(
+                    f"RowParallelLinear expects this rank's {width} of {self.in_features} inputs, got {x.shape[-1]}"
+                )
+        if not self.group.invariant:
+            return [F.linear(xs[0], self.weight)]
+        check_supported(xs[0])
+        leaves = linear_shards([x.flatten(0, -2) for x in xs], self.weight, None, layout, self.group)
+        return [leaf.view(*xs[0].shape[:-1], -1) for leaf in leaves]
+
+    def reduce(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The sum of all ranks' summands (without the bias): [T, O], or [T_r, O] under sequence parallelism.
+
+        It may reuse the memory of the summands.
+        """
+        if self.group.invariant:
+            return sum_shards(leaves, self.group, scatter=self.sequence_parallel, reduce_dtype=self.reduce_dtype)
+        if self.sequence_parallel:
+            return reduce_scatter_tokens(leaves[0], leaves[0].shape[0], self.group, self.reduce_dtype)
+        return reduce_from_ranks(leaves[0], self.group, self.reduce_dtype, owned=True)
+
+    def add_bias(self, y: Tensor, tokens: int | None = None) -> Tensor:
+        """y + b, b's gradient summed over all tokens. ``tokens``: their number, under sequence parallelism."""
+        if self.bias is None:
+            return y
+        if self.group.invariant:
+            tokens = tokens if self.sequence_parallel else None
+            return by_token_shard(torch.add, [y], [self.bias], group=self.group, tokens=tokens)
+        bias = copy_to_ranks(self.bias, self.group) if self.sequence_parallel else self.bias
+        return y + bias.to(y.dtype)  # autocast leaves sums alone, and would make y float32 here
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y, of the shapes given above."""
         layout, rank = self.layouts["weight"], self.group.rank
         if not self.input_is_parallel:
             if x.shape[-1] != self.in_features:
                 raise ValueError(f"RowParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
-            x = scatter_to_ranks(x, Layout((self.in_features,), -1, layout.parts), self.group)
-        if x.shape[-1] != layout.local_size(rank):
+            x = scatter_to_ranks(x, Layout((self.in_features,), -1, layout.parts, layout.owners), self.group)
+        elif x.shape[-1] != layout.local_size(rank):
             raise ValueError(
                 f"RowParallelLinear expects this rank's {layout.local_size(rank)} of {self.in_features} inputs, "
                 f"got {x.shape[-1]}"
             )
-        return F.linear(x, self.weight)
+        xs = [aligned(shard) for shard in x.split(layout.shard_sizes(rank), -1)] if self.group.invariant else [x]
+        return self.from_shards(xs)
 
-    def reduce(self, partial: Tensor) -> Tensor:
-        """The sum of the ranks' partial results (without the bias): [T, O], or [T_r, O] under sequence parallelism.
-
-        It may reuse the memory of ``partial``.
-        """
-        if self.sequence_parallel:
-            return reduce_scatter_tokens(partial, partial.shape[0], self.group, self.reduce_dtype)
-        return reduce_from_ranks(partial, self.group, self.reduce_dtype, owned=True)
-
-    def add_bias(self, y: Tensor) -> Tensor:
-        """y + b, b's gradient summed over the ranks' tokens under sequence parallelism."""
-        if self.bias is None:
-            return y
-        return y + (copy_to_ranks(self.bias, group=self.group) if self.sequence_parallel else self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """y, of the shapes given above."""
-        if self.group.size == 1 and self.input_is_parallel:
-            return F.linear(x, self.weight, self.bias)
-        return self.add_bias(self.reduce(self.partial(x)))
+    def from_shards(self, xs: Sequence[Tensor]) -> Tensor:
+        """y from x_r as one tensor for each shard that this rank owns, as :meth:`ColumnParallelLinear.shards` gives them."""
+        if self.layouts["weight"].uncut:
+            return F.linear(xs[0], self.weight, self.bias)
+        leaves = self.leaves(xs)
+        return self.add_bias(self.reduce(leaves), tokens=leaves[0].shape[0])
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, rank {self.group.rank} of {self.group.size}"
@@ -315,6 +388,12 @@ class RowParallelLinear(nn.Module):
 def check_sizes(layer: str, in_features: int, out_features: int) -> None:
     if in_features < 1 or out_features < 1:
         raise ValueError(f"{layer} needs positive sizes, got in_features={in_features} and out_features={out_features}")
+
+
+def check_parts(layer: str, parts: Sequence[Part], group: TPGroup) -> None:
+    for part in parts:
+        if len(part.runs) != group.shards:
+            raise ValueError(f"{layer}: part {part.name} is dealt over {len(part.runs)} shards, the group has {group.shards}")
 
 
 def reset_linear(linear: ColumnParallelLinear | RowParallelLinear, seed: int, name: str) -> None:

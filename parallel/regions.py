@@ -20,21 +20,25 @@ Source: Shoeybi et al., Megatron-LM, 2019 (f and g); Korthikanti et al., 2022 (s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from parallel import collectives
+from parallel import collectives, tree
 from parallel.group import TPGroup
 from parallel.layout import Layout, Piece, deal
 
 
 def token_counts(tokens: int, group: TPGroup) -> list[int]:
-    """How many of ``tokens`` flattened tokens each rank holds under sequence parallelism, the first ranks one more."""
-    return [run.length for run in deal(tokens, group.size)]
+    """How many of ``tokens`` flattened tokens each rank holds under sequence parallelism, the first ranks one more.
+
+    In invariant mode the tokens are dealt over the virtual shards, and a rank holds those of its shards.
+    """
+    runs = deal(tokens, group.shards)
+    return [sum(run.length for run in runs[a:b]) for a, b in group.owners]
 
 
 def take_pieces(full: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -73,7 +77,7 @@ def gather_pieces(local: Tensor, layout: Layout, group: TPGroup, *, add_shared: 
 
     Of rows that several ranks hold, the first holder's are taken, or with ``add_shared`` the sum over the holders.
     """
-    if layout.dim is None or group.size == 1:
+    if layout.dim is None or layout.uncut:
         return local
     counts = [layout.local_size(rank) for rank in range(group.size)]
     rows = collectives.all_gather(local.movedim(layout.dim, 0), group, counts)
@@ -97,7 +101,8 @@ class _CopyToRanks(Function):
 class _ReduceFromRanks(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None, owned: bool) -> Tensor:
-        return collectives.start_all_reduce(x if owned else x.clone(), group, reduce_dtype)()
+        # Detached, since autograd would take an input that is returned as it is for a view, and refuse y += z on it.
+        return collectives.start_all_reduce(x if owned else x.clone(), group, reduce_dtype)().detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -182,44 +187,51 @@ class _SumOverHolders(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        summed = exchange_shared_rows(grad, ctx.layout, ctx.group, ctx.layout.pieces(ctx.group.rank))
-        return summed, None, None
+        layout, group = ctx.layout, ctx.group
+        if group.invariant:
+            summed = tree.all_reduce([shared_rows(grad, layout, p) for p in layout.pieces_by_shard(group.rank)], group)
+        else:
+            summed = collectives.all_reduce(shared_rows(grad, layout, layout.pieces(group.rank)), group)
+        return replace_shared_rows(grad, summed, layout, group), None, None
 
 
-def exchange_shared_rows(local: Tensor, layout: Layout, group: TPGroup, given: Sequence[Piece]) -> Tensor:
-    """``local`` (a column-parallel parameter's shape) with the rows that several ranks hold replaced by the sum of what ranks give.
+def shared_rows(local: Tensor, layout: Layout, pieces: Sequence[Piece]) -> Tensor:
+    """The parts of which several shards hold the same rows (KV heads) at their global size, filled by ``pieces`` of ``local``."""
+    buffer = local.new_zeros(sum(part.size for part in layout.shared), *local.shape[1:])
+    for piece, rows in _shared_places(layout, pieces):
+        buffer[rows] = local[piece.local : piece.local + piece.length]
+    return buffer
 
-    ``given``: the pieces of this rank that enter the sum. One all-reduce of the shared parts (the KV rows) at their global size.
-    """
+
+def replace_shared_rows(local: Tensor, shared: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    """A copy of ``local`` with the rows that several shards hold taken from ``shared``, of the shape of :func:`shared_rows`."""
+    out = local.clone()
+    for piece, rows in _shared_places(layout, layout.pieces(group.rank)):
+        out[piece.local : piece.local + piece.length] = shared[rows]
+    return out
+
+
+def _shared_places(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice]]:
     offsets, total = {}, 0
     for part in layout.shared:
         offsets[part.name] = total - layout.part_starts[part.name]
         total += part.size
-
-    def place(piece: Piece) -> slice:
-        start = piece.start + offsets[piece.part]
-        return slice(start, start + piece.length)
-
-    buffer = local.new_zeros(total, *local.shape[1:])
-    for piece in given:
+    for piece in pieces:
         if piece.part in offsets:
-            buffer[place(piece)] = local[piece.local : piece.local + piece.length]
-    buffer = collectives.start_all_reduce(buffer, group)()
-    out = local.clone()
-    for piece in layout.pieces(group.rank):
-        if piece.part in offsets:
-            out[piece.local : piece.local + piece.length] = buffer[place(piece)]
-    return out
+            start = piece.start + offsets[piece.part]
+            yield piece, slice(start, start + piece.length)
 
 
-def copy_to_ranks(*tensors: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Any:
-    """Marks replicated tensors as used in a sharded computation: their gradients are summed over the ranks in ONE all-reduce.
+def copies_for_ranks(
+    tensors: Sequence[Tensor], group: TPGroup, reduce_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """:func:`copy_to_ranks` of several tensors, whose gradients are summed in ONE all-reduce."""
+    return tuple(tensors) if group.size == 1 else _CopyToRanks.apply(group, reduce_dtype, *tensors)
 
-    Returns one tensor for one, a tuple for several.
-    """
-    if group.size > 1:
-        tensors = _CopyToRanks.apply(group, reduce_dtype, *tensors)
-    return tensors[0] if len(tensors) == 1 else tensors
+
+def copy_to_ranks(tensor: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """Marks a replicated tensor as used in a sharded computation: its gradient is summed over the ranks."""
+    return copies_for_ranks([tensor], group, reduce_dtype)[0]
 
 
 def reduce_from_ranks(x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None, owned: bool = False) -> Tensor:
@@ -233,12 +245,12 @@ def reduce_from_ranks(x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | Non
 
 def scatter_to_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
     """This rank's pieces of a replicated tensor along ``layout.dim`` (negative dimensions are welcome)."""
-    return x if group.size == 1 else _ScatterToRanks.apply(x, layout, group)
+    return x if layout.uncut else _ScatterToRanks.apply(x, layout, group)
 
 
 def gather_from_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
     """The whole tensor, in global order, from every rank's pieces along ``layout.dim``."""
-    return x if group.size == 1 else _GatherFromRanks.apply(x, layout, group)
+    return x if layout.uncut else _GatherFromRanks.apply(x, layout, group)
 
 
 def gather_tokens(x: Tensor, tokens: int, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -263,4 +275,4 @@ def merge_tokens(x: Tensor, tokens: int, group: TPGroup) -> Tensor:
 
 def sum_over_holders(parameter: Tensor, layout: Layout, group: TPGroup) -> Tensor:
     """Marks a column-parallel parameter of which ranks share rows: their gradients become the sum over the holders."""
-    return _SumOverHolders.apply(parameter, layout, group) if layout.shared and group.size > 1 else parameter
+    return _SumOverHolders.apply(parameter, layout, group) if layout.shared else parameter

@@ -83,11 +83,17 @@ def _fill(target: Tensor, dim: int, stream: _Normals) -> None:
     """Fills ``target`` in the order of its elements with dimension ``dim`` first, a chunk at a time."""
     if dim == 0 and target.is_contiguous():
         target = target.view(-1)
-    rows = target.movedim(dim, 0)
-    width = math.prod(rows.shape[1:])
-    for chunk in rows.split(max(1, _CHUNK // width)):
-        values = stream.read(chunk.numel()).view(chunk.shape).movedim(0, dim)
-        chunk.movedim(0, dim).copy_(values.contiguous())  # a transpose on its own is three times as fast as one while copying
+        if target.device.type == "cpu":
+            stream.read(target)
+            return
+    width = target.numel() // target.shape[dim]
+    lines = max(1, _CHUNK // width)
+    buffer = torch.empty(min(lines, target.shape[dim]) * width)
+    for chunk in target.split(lines, dim):
+        values = buffer[: chunk.numel()]
+        stream.read(values)
+        values = values.view(chunk.movedim(dim, 0).shape).movedim(0, dim)
+        chunk.copy_(values.contiguous())  # transposed on its own: three times as fast as while copying
 
 
 class _Normals:
@@ -105,31 +111,30 @@ class _Normals:
         self._work = np.empty((2, _BLOCK // 2), np.float32)
         self._make_block()
 
-    def read(self, count: int) -> Tensor:
-        """The next ``count`` numbers: float32 [count]."""
-        out = np.empty(count, np.float32)
+    def read(self, out: Tensor) -> None:
+        """Fills ``out``, a contiguous CPU tensor of one dimension, with the next numbers."""
+        block = torch.from_numpy(self._block)
         done = 0
-        while done < count:
+        while done < out.numel():
             if self._used == _BLOCK:
                 self._make_block()
                 self._used = 0
-            n = min(count - done, _BLOCK - self._used)
-            out[done : done + n] = self._block[self._used : self._used + n]
+            n = min(out.numel() - done, _BLOCK - self._used)
+            out[done : done + n] = block[self._used : self._used + n]
             done, self._used = done + n, self._used + n
-        return torch.from_numpy(out)
 
     def _make_block(self) -> None:
-        """Box-Muller: radius sqrt(-2 log u), angle 2 pi v, from signed words w = |2^31 u| and 2^31 (2 v).
+        """Box-Muller: radius sqrt(-2 log u), angle 2 pi v, from signed 32-bit words 2^31 u (the sign is dropped) and 2^32 v.
 
-        Signed words keep all their bits where float32 is fine enough to tell: u is exact down to 2^-31, so numbers reach
-        sqrt(2 log 2^32) = 6.66, and angles lie in [-pi, pi], where sine and cosine are fast and exact to the last bit or so.
+        A float32 holds a small word exactly, so u is as fine as 2^-30 near 0 and numbers reach sqrt(2 log 2^31) = 6.55. Angles
+        lie in [-pi, pi].
         """
         words = self._words.random_raw(_BLOCK // 2).view(np.int32).reshape(2, -1)
         radius, angle = self._work
-        cosine, sine = self._block.reshape(2, -1)
+        cosine, sine = halves = self._block.reshape(2, -1)
+        np.bitwise_or(words[0], 1, out=words[0])  # no word is 0, and each odd one stands for the middle of its neighbours
         np.multiply(words[0], np.float32(2**-31), out=radius, dtype=np.float32)
         np.abs(radius, out=radius)
-        np.maximum(radius, np.float32(2**-32), out=radius)  # the word 0: a logarithm needs more than 0
         np.log(radius, out=radius)
         np.multiply(radius, np.float32(-2), out=radius)
         np.sqrt(radius, out=radius)
@@ -137,7 +142,7 @@ class _Normals:
         np.multiply(words[1], np.float32(math.pi * 2**-31), out=angle, dtype=np.float32)
         np.cos(angle, out=cosine)
         np.sin(angle, out=sine)
-        np.multiply(self._block.reshape(2, -1), radius, out=self._block.reshape(2, -1))
+        np.multiply(halves, radius, out=halves)
         if self._mean:
             np.add(self._block, self._mean, out=self._block)
 
@@ -196,7 +201,7 @@ def dropout(
     make_mask = _numpy_mask if x.device.type == "cpu" else _traceable_mask
     threshold = min(round(p * 2**32), _LOW)
     mask = make_mask(*keys, x.shape, threshold, offset, run, run if stride is None else stride)
-    return torch.where(mask, x * (1 / (1 - p)), 0.0)
+    return torch.where(mask, x, 0.0).mul_(1 / (1 - p))
 
 
 @torch.library.custom_op("tpblock::keep_mask", mutates_args=())

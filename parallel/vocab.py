@@ -17,13 +17,19 @@ from torch.nn import functional as F
 from parallel import rng
 from parallel.cross_entropy import DenseCrossEntropy, LinearCrossEntropy, TokenLoss
 from parallel.group import TPGroup
-from parallel.layout import Layout, Part, column_layout
+from parallel.layout import Layout, Part, Run, column_layout
 from parallel.regions import reduce_from_ranks, reduce_scatter_tokens, token_counts
 
 
 def vocab_part(vocab_size: int, group: TPGroup) -> Part:
     """How the vocabulary is dealt, alike for the embedding, the output head and the loss."""
-    return Part.even("vocab", vocab_size, group.size)
+    return Part.even("vocab", vocab_size, group.shards)
+
+
+def rank_rows(part: Part, group: TPGroup) -> Run:
+    """The rows of the vocabulary that this rank holds: its shards' runs, which are neighbours."""
+    shards = group.local_shards
+    return Run(part.runs[shards[0]].start, part.runs[shards[-1]].stop)
 
 
 def _checked(ids: Tensor, vocab_size: int, what: str, ignore_index: int | None = None) -> Tensor:
@@ -107,7 +113,7 @@ class VocabParallelEmbedding(nn.Module):
             )
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
-        layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)])
+        layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], group.owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if seed is not None:
@@ -121,6 +127,8 @@ class VocabParallelEmbedding(nn.Module):
         """ids [T], alike on every rank -> [T, d] on every rank, or [T_r, d] under sequence parallelism."""
         ids = _checked(ids, self.num_embeddings, "token id")
         y = F.embedding(ids, self.weight) if self.group.size == 1 else self._partial(ids)
+        if self.group.invariant:
+            y = y + 0.0  # A negative zero stays one unless other ranks' zeros are added to it.
         if self.sequence_parallel:
             y = y.flatten(0, -2)
             return reduce_scatter_tokens(y, y.shape[0], self.group, self.reduce_dtype)
@@ -128,7 +136,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def _partial(self, ids: Tensor) -> Tensor:
         """This rank's summand: its rows at the ids that it holds, zero at the others."""
-        run = self.layouts["weight"].parts[0].runs[self.group.rank]
+        run = rank_rows(self.layouts["weight"].parts[0], self.group)
         elsewhere = (ids < run.start) | (ids >= run.stop)
         # An id held elsewhere looks up some row or other, which is then cleared, and so is its gradient. Taking the remainder
         # spreads these over the rows: with a single row for all of them, backward would queue up to add zeros to that row.

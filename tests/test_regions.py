@@ -1,4 +1,4 @@
-"""The conjugate pairs: what each gives forward and backward, on 1 to 4 ranks. Every rank computes what all of them are to get."""
+"""The conjugate pairs: what each gives forward and backward on 1 to 4 ranks, against values computed whole on every rank."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_normals_are_box_muller_of_the_words() -> None:
     for block in range(3):
         for i in range(0, 8192, 97):
             w, v = int(words[block * 16384 + i]), int(words[block * 16384 + 8192 + i])
-            radius = math.sqrt(-2 * math.log(abs(w) / 2**31))
+            radius = math.sqrt(-2 * math.log(abs(w | 1) / 2**31))
             angle = math.pi * v / 2**31
             assert values[block * 16384 + i].item() == pytest.approx(radius * math.cos(angle), rel=1e-5, abs=2e-6)
             assert values[block * 16384 + 8192 + i].item() == pytest.approx(radius * math.sin(angle), rel=1e-5, abs=2e-6)
@@ -197,9 +197,9 @@ def test_no_word_gives_infinity_or_nan(word: int, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rng, "_philox", lambda key, counter: Constant())
     largest = stream(16384).abs().max().item()
-    assert largest <= math.sqrt(2 * math.log(2**32)) + 1e-5
+    assert largest <= math.sqrt(2 * math.log(2**31)) + 1e-5
     if word == 0:
-        assert largest > 6.6  # the tails reach as far as 32-bit words allow
+        assert largest > 6.55  # the tails reach as far as 32-bit words allow
 
 
 def test_golden_values() -> None:
@@ -256,7 +256,7 @@ def test_tails() -> None:
         for tail in (z > bound, z < -bound):
             expected = z.numel() * 0.5 * math.erfc(bound / math.sqrt(2))
             assert abs(tail.sum().item() - expected) < 4 * math.sqrt(expected)
-    assert 5 < z.max() < 6.67 and -6.67 < z.min() < -5
+    assert 5 < z.max() < 6.56 and -6.56 < z.min() < -5
 
 
 def test_neighbours_are_not_correlated() -> None:

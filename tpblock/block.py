@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from parallel.group import TPGroup
 from parallel.linear import ColumnParallelLinear
-from parallel.regions import copy_to_ranks, gather_tokens, token_counts
+from parallel.regions import token_counts
+from parallel.virtual import copy_to_shards, gather_to_shards
 from tpblock.attention import Attention
 from tpblock.config import ModelConfig, Parallelism, Placement
 from tpblock.context import Context
@@ -32,6 +33,7 @@ class Block(nn.Module):
     Args:
         config: sizes and choices.
         group, sequence_parallel, reduce_dtype: see :class:`Parallelism`.
+        virtual_shards: invariant mode, see :class:`TPGroup`.
         device, dtype: of the parameters.
         seed: initial values and dropout masks are a function of it, the parameters' names and global coordinates.
             None leaves both to an enclosing module, or to ``initialise``.
@@ -44,11 +46,13 @@ class Block(nn.Module):
         group: TPGroup,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        virtual_shards: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int | None = 0,
     ) -> None:
         super().__init__()
+        group = group.with_virtual_shards(virtual_shards) if virtual_shards else group
         parallel = Parallelism(group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
         self.config, self.parallel = config, parallel
         fused = config.placement is Placement.PARALLEL
@@ -79,34 +83,42 @@ class Block(nn.Module):
             ValueError: if x does not fit the config or the context.
         """
         context = self.check(x, context, step)
+        tokens = context.tokens
         match self.config.placement:
             case Placement.PRE:
-                x = self._add(x, self.attention(self.norm_1(x), context), self.dropout_1, context)
-                return self._add(x, self.feedforward(self.norm_2(x), context), self.dropout_2, context)  # type: ignore[misc]
+                assert self.norm_2 is not None
+                x = self._add(x, self.attention(self.norm_1(x, tokens), context), self.dropout_1, context)
+                return self._add(x, self.feedforward(self.norm_2(x, tokens), context), self.dropout_2, context)
             case Placement.PARALLEL:
                 assert self.fused is not None
-                y = self.fused(self.norm_1(x), context.tokens)
-                width = self.attention.local_width
-                qkv, up = y[..., :width], y[..., width:]
+                widths = [(shard.heads + 2 * shard.kv_heads) * self.config.head_dim for shard in self.attention.shards]
+                ys = self.fused.shards(self.norm_1(x, tokens), tokens)
+                qkvs = [y[..., :width] for y, width in zip(ys, widths, strict=True)]
+                ups = [y[..., width:] for y, width in zip(ys, widths, strict=True)]
             case Placement.PARALLEL_TWO_NORMS:
-                qkv, up = self._two_norms(x, context)
+                qkvs, ups = self._two_norms(x, tokens)
         out, down = self.attention.out, self.feedforward.down
-        both = out.partial(self.attention.mix(qkv, context)) + down.partial(self.feedforward.mix(up))
-        return self._add(x, down.add_bias(out.add_bias(out.reduce(both))), self.dropout_1, context)
+        branches = out.leaves(self.attention.mix(qkvs, context)), down.leaves(self.feedforward.mix(ups))
+        update = out.reduce([a + f for a, f in zip(*branches, strict=True)])
+        return self._add(x, down.add_bias(out.add_bias(update, tokens), tokens), self.dropout_1, context)
 
-    def _two_norms(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def _two_norms(self, x: Tensor, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
         """The projections of norm_1(x) and norm_2(x), entering the sharded region once: x is made whole *before* the norms, whose
         own backward is linear, so that one sum over the ranks serves both branches."""
-        group, qkv, up = self.parallel.group, self.attention.qkv, self.feedforward.up
+        group, reduce_dtype, qkv, up = self.parallel.group, self.parallel.reduce_dtype, self.attention.qkv, self.feedforward.up
         assert qkv is not None and up is not None and self.norm_2 is not None
         first, second = list(self.norm_1.parameters()), list(self.norm_2.parameters())
         if self.parallel.sequence_parallel:
-            x = gather_tokens(x, context.tokens, group, self.parallel.reduce_dtype)
-            weights = copy_to_ranks(*first, *second, group=group)
+            xs = gather_to_shards(x, tokens, group, reduce_dtype)
+            weights = copy_to_shards([*first, *second], group)
+            copies = [(x_s, *w_s) for x_s, w_s in zip(xs, weights, strict=True)]
         else:
-            x, *weights = copy_to_ranks(x, *first, *second, group=group, reduce_dtype=self.parallel.reduce_dtype)
-        first, second = weights[: len(first)], weights[len(first) :]
-        return qkv.local(self.norm_1.normalize(x, *first)), up.local(self.norm_2.normalize(x, *second))
+            copies = copy_to_shards([x, *first, *second], group, reduce_dtype)
+        n = len(first)
+        return (
+            qkv.local([self.norm_1.normalize(x_s, *w_s[:n]) for x_s, *w_s in copies]),
+            up.local([self.norm_2.normalize(x_s, *w_s[n:]) for x_s, *w_s in copies]),
+        )
 
     def _add(self, x: Tensor, update: Tensor, dropout: Dropout, context: Context) -> Tensor:
         """The residual sum, with dropout on the update at its global coordinates."""

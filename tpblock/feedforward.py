@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,7 +33,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.activation = config.activation
         names = ("gate", "up") if config.activation.gated else ("up",)
-        self.parts: tuple[Part, ...] = tuple(Part.even(name, config.d_ff, parallel.group.size) for name in names)
+        self.parts: tuple[Part, ...] = tuple(Part.even(name, config.d_ff, parallel.group.shards) for name in names)
         self.up = None
         if project:
             self.up = ColumnParallelLinear(
@@ -48,8 +50,11 @@ class FeedForward(nn.Module):
             config.d_ff, config.dim, config.bias, device, dtype, parts=self.parts[-1:], seed=None, **vars(parallel)
         )
 
-    def mix(self, y: Tensor) -> Tensor:
-        """[..., 2 d_ff_r] -> [..., d_ff_r] (gated), or elementwise."""
+    def mix(self, ys: Sequence[Tensor]) -> list[Tensor]:
+        """[..., 2 d_ff_r] -> [..., d_ff_r] (gated), or elementwise, of each shard."""
+        return [self._activate(y) for y in ys]
+
+    def _activate(self, y: Tensor) -> Tensor:
         match self.activation:
             case Activation.SWIGLU:
                 gate, up = y.chunk(2, dim=-1)
@@ -64,4 +69,4 @@ class FeedForward(nn.Module):
     def forward(self, h: Tensor, context: Context) -> Tensor:
         """h -> the feed-forward sublayer's output, both [B, S, d] or, under sequence parallelism, [tokens of this rank, d]."""
         assert self.up is not None
-        return self.down(self.mix(self.up(h, context.tokens)))
+        return self.down.from_shards(self.mix(self.up.shards(h, context.tokens)))

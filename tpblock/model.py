@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from parallel.group import TPGroup
 from parallel.layout import Layout
 from parallel.linear import ColumnParallelLinear, column_parallel_linear
 from parallel.regions import copy_to_ranks, gather_from_ranks, split_tokens
+from parallel.virtual import by_token_shard
 from parallel.vocab import VocabParallelEmbedding, linear_cross_entropy
 from tpblock.config import ModelConfig, Position
 from tpblock.context import Context
@@ -26,6 +28,8 @@ class Decoder(nn.Module):
         group: the tensor-parallel ranks; ``single_device()`` needs no torch.distributed.
         sequence_parallel: cut the activations between the sharded regions along their tokens (Korthikanti et al., 2022).
         reduce_dtype: the dtype in which partial sums are added over the ranks, e.g. torch.float32 for bf16 models.
+        virtual_shards: invariant mode: cut the model into this many shards whatever the number of ranks, and give every result
+            the same bits for every number of ranks up to it.
         activation_checkpointing: compute each block again in backward rather than keep its activations.
         device, dtype: of the parameters. On "meta" nothing is drawn: ``to_empty``, then :meth:`initialise`.
         seed: initial values and dropout masks are a function of it, the parameters' names and global coordinates.
@@ -42,6 +46,7 @@ class Decoder(nn.Module):
         group: TPGroup,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        virtual_shards: int | None = None,
         activation_checkpointing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -49,6 +54,7 @@ class Decoder(nn.Module):
         loss_chunk: int = 1024,
     ) -> None:
         super().__init__()
+        group = group.with_virtual_shards(virtual_shards) if virtual_shards else group
         self.config, self.group, self.sequence_parallel, self.reduce_dtype = config, group, sequence_parallel, reduce_dtype
         self.loss_chunk = loss_chunk
         self.embedding = VocabParallelEmbedding(
@@ -152,20 +158,30 @@ class Decoder(nn.Module):
         x = self.embedding(ids)
         if self.positions is None:
             return x
-        if not self.sequence_parallel:
-            return x + self.positions[: context.seq]
-        table = copy_to_ranks(self.positions, group=self.group)
-        rows = split_tokens(torch.arange(context.tokens, device=ids.device) % context.seq, self.group)
-        return x + table[rows]
+        group, sharded = self.group, self.sequence_parallel
+        positions = torch.arange(context.tokens, device=ids.device)[:, None] % context.seq
+        if sharded:
+            positions = split_tokens(positions, group)
+        if group.invariant:
+            tokens = context.tokens if sharded else None
+            return by_token_shard(_add_positions, [x, positions], [self.positions], group=group, tokens=tokens)
+        table = copy_to_ranks(self.positions, group) if sharded else self.positions
+        return _add_positions(x.flatten(0, -2), positions, table).view(x.shape)
 
     def _logits(self, hidden: Tensor, context: Context) -> Tensor:
-        local = column_parallel_linear(
+        layout = self.embedding.layouts["weight"]
+        shards = column_parallel_linear(
             hidden,
             self.head_weight,
+            layout=layout,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             tokens=context.tokens,
             reduce_dtype=self.reduce_dtype,
         )
-        layout = Layout((self.config.vocab_size,), -1, self.embedding.layouts["weight"].parts)
-        return gather_from_ranks(local, layout, self.group)
+        columns = Layout((self.config.vocab_size,), -1, layout.parts, layout.owners)
+        return gather_from_ranks(torch.cat(shards, -1), columns, self.group)
+
+
+def _add_positions(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    return x + F.embedding(positions[:, 0], table)

@@ -6,15 +6,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel.regions import copy_to_ranks
+from parallel.regions import copies_for_ranks
+from parallel.virtual import by_token_shard
 from tpblock.config import ModelConfig, Norm, Parallelism
 
 
-class RMSNorm(nn.Module):
+class TokenNorm(nn.Module):
+    """What the norms share: each token is normalised alone, and the parameters' gradients are summed over all tokens.
+
+    Under sequence parallelism a rank sees only its tokens, and the sum goes over the ranks.
+    """
+
+    def __init__(self, eps: float, parallel: Parallelism) -> None:
+        super().__init__()
+        self.eps, self.parallel = eps, parallel
+
+    def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        """The norm of x [..., dim] with the parameters given, in the order of ``self.parameters()``."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Weight one, bias zero: at first the norm only normalises."""
+        for name, parameter in self.named_parameters():
+            nn.init.constant_(parameter, 1.0 if name == "weight" else 0.0)
+
+    def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
+        """x [..., dim] or, under sequence parallelism, this rank's rows of ``tokens`` tokens -> the same shape."""
+        group, parameters = self.parallel.group, list(self.parameters())
+        if group.invariant:
+            tokens = tokens if self.parallel.sequence_parallel else None
+            return by_token_shard(self.normalize, [x], parameters, group=group, tokens=tokens)
+        if self.parallel.sequence_parallel and group.size > 1:
+            return self.normalize(x, *copies_for_ranks(parameters, group))
+        return self.normalize(x, *parameters)
+
+
+class RMSNorm(TokenNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich, 2019).
 
     The normalised value is rounded to the dtype of x before the product with the weight, as Llama does.
-    Under sequence parallelism each rank sees its tokens only, and the weight's gradient is summed over the ranks.
     """
 
     def __init__(
@@ -26,28 +56,21 @@ class RMSNorm(nn.Module):
         *,
         parallel: Parallelism = Parallelism(),
     ) -> None:
-        super().__init__()
-        self.eps, self.parallel = eps, parallel
+        super().__init__(eps, parallel)
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The norm of x [..., dim] with the weight given."""
+    def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        (weight,) = parameters
         if x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self.parallel.sequence_parallel:
-            weight = copy_to_ranks(weight, group=self.parallel.group)
-        return self.normalize(x, weight)
 
+class LayerNorm(TokenNorm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (Ba et al., 2016).
 
-class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (Ba et al., 2016)."""
+    torch keeps the statistics of half dtypes in float32.
+    """
 
     def __init__(
         self,
@@ -58,29 +81,18 @@ class LayerNorm(nn.Module):
         *,
         parallel: Parallelism = Parallelism(),
     ) -> None:
-        super().__init__()
-        self.eps, self.parallel = eps, parallel
+        super().__init__(eps, parallel)
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """The norm of x [..., dim] with the weight and bias given (torch keeps the statistics of half dtypes in float32)."""
+    def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        weight, bias = parameters
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if self.parallel.sequence_parallel:
-            weight, bias = copy_to_ranks(weight, bias, group=self.parallel.group)
-        return self.normalize(x, weight, bias)
 
 
 def make_norm(
     config: ModelConfig, parallel: Parallelism, device: torch.device | str | None, dtype: torch.dtype | None
-) -> RMSNorm | LayerNorm:
+) -> TokenNorm:
     """The norm that ``config`` names."""
     kind = RMSNorm if config.norm is Norm.RMSNORM else LayerNorm
     return kind(config.dim, config.norm_eps, device, dtype, parallel=parallel)

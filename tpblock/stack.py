@@ -29,12 +29,14 @@ class Stack(nn.Module):
         group: TPGroup,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        virtual_shards: int | None = None,
         activation_checkpointing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int | None = 0,
     ) -> None:
         super().__init__()
+        group = group.with_virtual_shards(virtual_shards) if virtual_shards else group
         parallel = Parallelism(group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
         self.activation_checkpointing = activation_checkpointing
         self.blocks = nn.ModuleList(
@@ -53,4 +55,4 @@ class Stack(nn.Module):
                 x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, context)
-        return self.norm(x)
+        return self.norm(x, context.tokens)

@@ -1,0 +1,201 @@
+"""What a run tells: the terminal, metrics.jsonl, the loss curve, and the comparison with the single device."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+EARLY_STEPS = 3
+TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-5, 1e-2), "bfloat16": (2e-2, 2e-1)}
+"""Largest relative differences between two orders of summation: in the first steps, and after many of them."""
+
+
+@dataclass
+class Trace:
+    """Loss and gradient norm of every step, left on the device until they are asked for."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+
+    def append(self, loss: Tensor, norm: Tensor) -> None:
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference in one quantity, and where it is."""
+
+    quantity: str
+    absolute: float
+    relative: float
+    where: str
+    tolerance: float
+
+    @property
+    def equal(self) -> bool:
+        return self.relative <= self.tolerance  # False for NaN
+
+
+@dataclass(frozen=True)
+class Comparison:
+    differences: list[Difference]
+
+    @property
+    def equal(self) -> bool:
+        return all(difference.equal for difference in self.differences)
+
+
+def compare(
+    ours: Trace, our_weights: dict[str, Tensor], single: Trace, single_weights: dict[str, Tensor], dtype: str
+) -> Comparison:
+    """Loss and gradient norm step by step, and the weights after the last step, of two runs."""
+    early, late = TOLERANCES[dtype]
+    steps = len(single.losses)
+    differences = []
+    for quantity, a, b in (("loss", ours.losses, single.losses), ("gradient norm", ours.norms, single.norms)):
+        expected = torch.stack(b).double().cpu()
+        absolute = (torch.stack(a).double().cpu() - expected).abs()
+        relative = absolute / expected.abs()
+        for count, tolerance in ((min(EARLY_STEPS, steps), early), (steps, late)):
+            at = int(relative[:count].argmax())
+            name = f"{quantity}, first {count} steps" if count < steps or steps <= EARLY_STEPS else f"{quantity}, all {steps}"
+            differences.append(
+                Difference(name, absolute[:count].max().item(), relative[at].item(), f"step {at + 1}", tolerance)
+            )
+            if steps <= EARLY_STEPS:
+                break
+    worst = Difference("weights at the end", 0.0, 0.0, "none", late)
+    for name, weight in single_weights.items():
+        change = our_weights[name].double().cpu() - weight.double().cpu()
+        ratio = (change.norm() / weight.double().cpu().norm()).item()
+        largest = max(worst.absolute, change.abs().max().item())
+        relative_norm, where = (worst.relative, worst.where) if ratio <= worst.relative else (ratio, name)
+        worst = Difference(worst.quantity, largest, relative_norm, where, late)
+    return Comparison([*differences, worst])
+
+
+class Reporter:
+    """Talks on rank 0 (``enabled``) and is silent on the others. On a terminal a progress bar, elsewhere a line now and then."""
+
+    def __init__(self, folder: Path, steps: int, tokens: int, *, enabled: bool, device: torch.device) -> None:
+        self.folder, self.total, self.tokens, self.enabled, self.device = folder, steps, tokens, enabled, device
+        self.console = Console(quiet=not enabled, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
+        self.task: TaskID | None = None
+        self.file: IO[str] | None = None
+        self.curves: dict[str, list[tuple[int, float]]] = {"training": [], "validation": []}
+        self._clock = self._began = time.perf_counter()
+        self._last_logged = 0
+
+    def __enter__(self) -> Reporter:
+        if self.enabled:
+            self.file = open(self.folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115  (line by line, closed at exit)
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+        if self.file:
+            self.file.close()
+
+    def start(self, config: dict[str, Any], parameters: int, ranks: int) -> None:
+        where = (
+            f"{ranks} tensor-parallel ranks on {self.device.type}" if ranks > 1 else f"a single device ({self.device.type})"
+        )
+        self.console.print(
+            f"{parameters:,} parameters, {config['dtype']}, {where}, {self.tokens:,} tokens a step -> {self.folder}"
+        )
+
+    def steps(self, what: str, first: int) -> Iterator[int]:
+        """The numbers of the steps to take, shown as progress."""
+        if not self.console.is_terminal and what != "training":
+            self.console.print(f"{what}: the same {self.total - first} steps")
+        self.task = self.progress.add_task(f"{what:<13}", total=self.total, completed=first, told="")
+        self._clock, self._last_logged = time.perf_counter(), first
+        for step in range(first, self.total):
+            yield step
+            self.progress.update(self.task, completed=step + 1)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count in tokens/s."""
+        began = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - began
+
+    def step(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> None:
+        """Logs a step; ``step`` counts those that are done."""
+        if not self.enabled:
+            return
+        values = {"loss": float(loss), "grad_norm": float(norm)}  # waits for the device
+        now = time.perf_counter()
+        rate = self.tokens * (step - self._last_logged) / (now - self._clock)
+        self._clock, self._last_logged = now, step
+        self._write({"step": step, **values, "lr": lr, "tokens_per_s": rate, "seconds": now - self._began})
+        self.curves["training"].append((step, values["loss"]))
+        told = f"loss {values['loss']:.3f}  grad norm {values['grad_norm']:.2f}  {rate:,.0f} tokens/s"
+        assert self.task is not None
+        self.progress.update(self.task, told=told)
+        tenth = max(1, self.total // 10)
+        if not self.console.is_terminal and (step % tenth == 0 or step == self.total):
+            self.console.print(f"step {step:>{len(str(self.total))}}/{self.total}  {told}")
+
+    def validation(self, step: int, loss: float) -> None:
+        if not self.enabled:
+            return
+        self._write({"step": step, "validation_loss": loss})
+        self.curves["validation"].append((step, loss))
+        self.console.print(f"step {step:>{len(str(self.total))}}/{self.total}  validation loss {loss:.3f}")
+
+    def comparison(self, comparison: Comparison, ranks: int, first: int) -> None:
+        """The table, and its numbers as the last line of metrics.jsonl."""
+        self._write({"comparison": [{**vars(d), "equal": d.equal} for d in comparison.differences]})
+        self.progress.stop()
+        table = Table(title=f"{ranks} ranks against a single device, steps {first + 1} to {self.total}", title_justify="left")
+        for heading in ("largest difference in", "absolute", "relative", "at", "allowed", ""):
+            table.add_column(heading, justify="right" if heading in ("absolute", "relative", "allowed") else "left")
+        for d in comparison.differences:
+            verdict = "equal" if d.equal else "DIFFERS"
+            table.add_row(d.quantity, f"{d.absolute:.1e}", f"{d.relative:.1e}", d.where, f"{d.tolerance:.0e}", verdict)
+        self.console.print(table)
+
+    def finish(self) -> None:
+        """Draws the loss curve and says where everything is."""
+        self.progress.stop()
+        plot(self.curves, self.folder / "loss.png")
+        self.console.print(f"{self.folder}: metrics.jsonl, loss.png, checkpoints/step-{self.total}")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.file:
+            self.file.write(json.dumps(line) + "\n")
+
+
+def plot(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
+    """The curves of loss against step as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, style in (("training", {"linewidth": 0.8}), ("validation", {"marker": "o", "markersize": 4})):
+        if curves[name]:
+            axes.plot(*zip(*curves[name], strict=True), label=name, **style)
+    axes.set(xlabel="step", ylabel="cross entropy (nats per byte)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

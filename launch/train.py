@@ -1,0 +1,279 @@
+"""Trains a small Llama-shaped model with tensor parallelism, and compares the run with the same steps on a single device.
+
+    torchrun --nproc-per-node 2 -m launch.train --steps 100
+
+Each run has a folder of its own: config.json, metrics.jsonl (one line a logged step), loss.png, checkpoints/step-N.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from launch.data import VOCABULARY, Corpus
+from launch.environment import Environment, Options, UserError, launch
+from launch.report import Reporter, Trace, compare
+from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.gradients import clip_grad_norm_
+from parallel.group import TPGroup, single_device
+from parallel.state import gather_state
+from tpblock import Decoder, ModelConfig
+
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class TrainConfig(Options):
+    """Train a small Llama-shaped model with tensor parallelism on the source text of Python's standard library, byte by byte."""
+
+    dim: int = 128
+    """Width of the model."""
+    layers: int = 4
+    """Number of blocks."""
+    heads: int = 4
+    """Query heads a block."""
+    kv_heads: int = 2
+    """Key and value heads a block: as many as --heads is multi-head attention, fewer grouped-query, 1 multi-query."""
+    d_ff: int | None = None
+    """Width of the feed-forward; 8/3 of --dim rounded up to a multiple of 64 if not given."""
+    dropout: float = 0.0
+    """Probability of dropout after each sublayer. Its masks do not depend on the number of ranks."""
+    sequence_parallel: bool = False
+    """Cut the activations between the sharded regions along their tokens as well."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Number format of parameters and activations. float64 compares best with the single device, bfloat16 worst."""
+    steps: int = 400
+    """Optimizer steps."""
+    batch: int = 8
+    """Sequences a step, over all ranks."""
+    seq_len: int = 128
+    """Bytes a sequence."""
+    lr: float = 3e-3
+    """Highest learning rate: reached after --warmup steps, then falling to a tenth along a cosine."""
+    warmup: int = 20
+    """Steps over which the learning rate rises to --lr."""
+    weight_decay: float = 0.1
+    """AdamW's weight decay, on matrices only."""
+    clip: float = 1.0
+    """Largest norm of the gradient; a longer one is scaled down to it."""
+    seed: int = 0
+    """Initial values, dropout masks and batches are functions of it."""
+    out: Path | None = None
+    """Folder of the run, which must be new or empty; if not given, the next free one of runs/1, runs/2, ..."""
+    resume: Path | None = None
+    """A checkpoint to go on from (runs/1/checkpoints/step-100), saved at any number of ranks."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step is saved always, and the latest two are kept."""
+    validate_every: int = 50
+    """Steps between measurements of the loss on held-out text."""
+    validation_batches: int = 8
+    """Batches of --batch sequences in such a measurement."""
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+    compare: bool = True
+    """At the end, take the same steps on a single device and compare."""
+
+    def check(self, env: Environment) -> None:
+        """A ValueError for what ModelConfig does not see."""
+        for name in ("steps", "batch", "seq_len", "checkpoint_every", "validate_every", "validation_batches", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "clip", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
+        for name in ("warmup", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if env.world > env.group.size:
+            raise ValueError(
+                f"{env.world} ranks with --tp {env.group.size} would be {env.world // env.group.size} data-parallel replicas, "
+                f"which this program does not train: start {env.group.size} ranks, or leave --tp away"
+            )
+
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=VOCABULARY,
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            d_ff=self.d_ff,  # type: ignore[arg-type]  (None: the default)
+            max_seq_len=self.seq_len,
+            dropout=self.dropout,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass
+class Trainer:
+    """A model on a group with its optimizer and text. The single-device run is the same object on another group."""
+
+    config: TrainConfig
+    group: TPGroup
+    device: torch.device
+    corpus: Corpus
+    first_step: int = 0
+    trace: Trace = field(default_factory=Trace)
+
+    def __post_init__(self) -> None:
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        self.model = Decoder(
+            config.model(),
+            group=self.group,
+            sequence_parallel=config.sequence_parallel,
+            reduce_dtype=torch.float32 if dtype == torch.bfloat16 else None,
+            device=self.device,
+            dtype=dtype,
+            seed=config.seed,
+        )
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+    def resume(self, path: Path) -> None:
+        extra = load_checkpoint(path, self.model, self.group, self.optimizer)
+        self.first_step = extra["steps"]
+        if self.first_step >= self.config.steps:
+            raise ValueError(
+                f"{path} was saved after step {self.first_step}, --steps {self.config.steps} leaves nothing to do"
+            )
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """One optimizer step. Returns loss and gradient norm, the same on every rank."""
+        config = self.config
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = config.learning_rate(step)
+        ids, labels = self.corpus.batch(config.seq_len, config.batch, seed=config.seed, step=step)
+        loss = self.model(ids.to(self.device), labels=labels.to(self.device), step=step)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = clip_grad_norm_(self.model, config.clip, self.group)
+        self.optimizer.step()
+        self.trace.append(loss.detach(), norm)
+        return loss.detach(), norm
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss over fixed batches of held-out text."""
+        config = self.config
+        self.model.eval()
+        batches = self.corpus.validation_batches(config.seq_len, config.batch, config.validation_batches)
+        losses = [self.model(ids.to(self.device), labels=labels.to(self.device)) for ids, labels in batches]
+        self.model.train()
+        return torch.stack(losses).double().mean().item()
+
+    def save(self, folder: Path, steps: int) -> None:
+        """Writes checkpoints/step-N, then removes older ones but the latest."""
+        checkpoints = folder / "checkpoints"
+        checkpoints.mkdir(exist_ok=True)
+        extra = {"steps": steps, "config": json.loads(_as_json(self.config))}
+        save_checkpoint(checkpoints / f"step-{steps}", self.model, self.group, self.optimizer, extra)
+        if self.group.rank == 0:
+            complete = [path for path in checkpoints.glob("step-*") if path.suffix != ".partial"]
+            complete.sort(key=lambda path: int(path.name.removeprefix("step-")))
+            for old in complete[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+
+
+def train(config: TrainConfig, env: Environment) -> None:
+    """The program: what every rank runs."""
+    with env.together("settings"):
+        config.check(env)
+        corpus = Corpus.standard_library()
+        corpus.check(config.seq_len)
+        trainer = Trainer(config, env.group, env.device, corpus)
+    env.agree("training text", corpus.fingerprint())
+    if config.resume:
+        with env.together("checkpoint"):
+            trainer.resume(config.resume)
+    folder = _run_folder(config, env)
+    tokens = config.batch * config.seq_len
+    with Reporter(folder, config.steps, tokens, enabled=env.is_main, device=env.device) as reporter:
+        reporter.start(asdict(config), trainer.model.config.parameters(), env.group.size)
+        run(trainer, folder, reporter)
+        weights = gather_state(trainer.model, env.group) if config.compare else {}
+        env.close()  # the comparison is the business of rank 0 alone, nobody waits for it
+        if not env.is_main:
+            return
+        if config.compare:
+            # The cores of the ranks that have finished are free.
+            torch.set_num_threads(torch.get_num_threads() * env.local_world)
+            single = Trainer(config, single_device(), env.device, corpus)
+            if config.resume:
+                single.resume(config.resume)
+            for step in reporter.steps("single device", single.first_step):
+                single.step(step)
+            comparison = compare(trainer.trace, weights, single.trace, gather_state(single.model, single.group), config.dtype)
+            reporter.comparison(comparison, env.group.size, trainer.first_step)
+        reporter.finish()
+    if config.compare and not comparison.equal:
+        raise UserError(f"the run on {env.group.size} ranks differs from the single device by more than rounding explains")
+
+
+def run(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
+    """Trains to the last step, with all that happens on the way."""
+    config = trainer.config
+    reporter.validation(trainer.first_step, trainer.validate())
+    for step in reporter.steps("training", trainer.first_step):
+        loss, norm = trainer.step(step)
+        done = step + 1
+        if done % config.log_every == 0 or done == config.steps:
+            if not math.isfinite(loss):  # replicated, so that all ranks see it
+                raise UserError(f"the loss is {float(loss)} at step {done}: try a lower --lr than {config.lr:g}")
+            reporter.step(done, loss, norm, config.learning_rate(step))
+        if done % config.validate_every == 0 or done == config.steps:
+            with reporter.paused():
+                reporter.validation(done, trainer.validate())
+        if done % config.checkpoint_every == 0 or done == config.steps:
+            with reporter.paused():
+                trainer.save(folder, done)
+
+
+def _run_folder(config: TrainConfig, env: Environment) -> Path:
+    """The run's folder, made by rank 0."""
+    name = ""
+    with env.together("folder"):
+        if env.is_main:
+            number = 1
+            while config.out is None and Path("runs", str(number)).exists():
+                number += 1
+            folder = config.out or Path("runs", str(number))
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise ValueError(f"--out {folder} is there already and not empty: a run needs a folder of its own")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"cannot make the folder {folder}: {error.strerror}") from error
+            (folder / "config.json").write_text(_as_json(config))
+            name = str(folder)
+    return Path(env.exchange("folder", name)[0])
+
+
+def _as_json(config: TrainConfig) -> str:
+    return json.dumps(asdict(config), indent=2, default=str)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "-m launch.train") -> None:
+    config = tyro.cli(TrainConfig, args=arguments, prog=program.replace("-m", "python -m"))
+    command = program if program.startswith("-m") else f"--no-python {program}"
+    launch(partial(train, config), config, command=command)
+
+
+if __name__ == "__main__":
+    main()
