@@ -1,6 +1,7 @@
 """What torchrun gives a program: its rank, device and process groups; and how mistakes and failures end all ranks.
 
-    launch(program, options, command="-m launch.train")      # calls program(environment) on every rank, then exits
+    options = parse(TrainConfig, sys.argv[1:], "-m launch.train")
+    launch(program, options, "-m launch.train")              # calls program(environment) on every rank, then exits
 
 Three kinds of ends, all with a bounded wait (``--timeout``):
 
@@ -17,18 +18,23 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+import tyro
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from parallel.group import TPGroup, single_device
+
+T = TypeVar("T", bound="Options")
 
 
 class UserError(Exception):
@@ -40,7 +46,7 @@ class Options:
     """How a program is spread over ranks."""
 
     tp: int | None = None
-    """Tensor-parallel ranks that share one copy of the model; all that torchrun started if not given. 1: no torchrun needed."""
+    """Tensor-parallel ranks that share one copy of the model; if not given, all that torchrun started. 1 needs no torchrun."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute. auto: one GPU a rank (NCCL) if this host has enough of them, else CPU (gloo)."""
     timeout: float = 60.0
@@ -68,10 +74,10 @@ class Environment:
         self.group: TPGroup = single_device()
         self.mesh: DeviceMesh | None = None
         self._timeout = timedelta(seconds=options.timeout)
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._exchanges = 0
         if self.world > 1:
-            self._store, _, _ = next(dist.rendezvous("env://", timeout=self._timeout))
+            self._store, _, _ = next(rendezvous("env://", timeout=self._timeout))
         # Settled before anything depends on it: ranks that disagree about what follows would wait for each other.
         self.agree("settings", asdict(options))
         with self.together("devices"):
@@ -101,7 +107,9 @@ class Environment:
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             seconds = self._timeout.total_seconds()
-            raise RuntimeError(f"gave up after {seconds:g} s waiting for rank {_join(missing)} to tell its {what}") from error
+            raise RuntimeError(
+                f"gave up after {seconds:g} s waiting for rank {', '.join(map(str, missing))} to tell its {what}"
+            ) from error
         return [text.decode() for text in self._store.multi_get(keys)]
 
     def agree(self, what: str, facts: Mapping[str, object]) -> None:
@@ -123,7 +131,7 @@ class Environment:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Makes a ValueError or UserError of some ranks in the block a UserError on all of them, so that none waits in vain."""
+        """Makes a ValueError or UserError of some ranks in the block a UserError of all, so that none waits in vain."""
         problem = ""
         try:
             yield
@@ -169,47 +177,61 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, local
     return torch.device("cpu")
 
 
-def launch(program: Callable[[Environment], None], options: Options, *, command: str) -> NoReturn:
-    """Runs ``program`` on this rank and exits with its code. ``command``: how torchrun is told to start it."""
-    assert is_dataclass(options)
+def parse(kind: type[T], arguments: Sequence[str] | None, program: str) -> T:
+    """The options of a program from its command line. Of several ranks only the first shows help and mistakes."""
+    rank = int(os.environ.get("RANK", "0"))
+    with ExitStack() as stack:
+        if rank > 0:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        try:
+            return tyro.cli(kind, args=arguments, prog=program.replace("-m", "python -m"))
+        except SystemExit as stop:
+            if rank > 0 and stop.code:
+                _linger(30)
+            raise
+
+
+def launch(program: Callable[[Environment], None], options: Options, name: str) -> NoReturn:
+    """Runs ``program`` on this rank and exits with its code. ``name``: "-m launch.train", or "tpblock train"."""
     handler = get_error_handler()  # torchrun reads the error of a failed rank from a file and shows it in its summary
     handler.initialize()
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = int(os.environ.get("RANK", "0"))
     try:
         if not torchrun and options.tp != 1:
-            arguments = shlex.join(sys.argv[2:] if "no-python" in command else sys.argv[1:])
+            command = name if name.startswith("-m") else f"--no-python {name}"
+            arguments = shlex.join(sys.argv[len(command.split()) - 1 :])
             start = f"torchrun --nproc-per-node {options.tp or 2} {command} {arguments}".rstrip()
-            raise UserError(
-                f"not started by torchrun. Start it as: {start}    (or on a single device, without torchrun: --tp 1)"
-            )
+            raise UserError(f"not started by torchrun. Start it as: {start} (or on a single device: --tp 1)")
         environment = Environment(options, torchrun=torchrun)
         program(environment)
         environment.close()
     except UserError as error:
         if rank == 0:
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # one line in torchrun's summary, too
             handler.record_exception(error)
-            _say(f"error: {error}")
+            _say(f"error: {_one_line(error)}")
         else:
-            linger(30)
+            _linger(30)
         _exit(2)
     except KeyboardInterrupt:
         _exit(130)
+    except SystemExit:
+        raise
     except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
-        if isinstance(error, SystemExit):
-            raise
         if _is_about_peers(error):
-            _say(f"rank {rank}: lost touch with another rank: {type(error).__name__}: {error}")
-            linger(5)
+            _say(f"rank {rank}: lost touch with another rank: {_one_line(error)}")
+            _linger(5)
         else:
-            traceback.print_exc()
-            _say(f"rank {rank}: {type(error).__name__}: {error}")
+            _say(traceback.format_exc() + f"rank {rank}: {type(error).__name__}: {_one_line(error)}")
         handler.record_exception(error)
         _exit(1)
     sys.exit(0)
 
 
-def linger(seconds: float) -> None:
+def _linger(seconds: float) -> None:
     """Waits for torchrun to end this rank, so that the rank that knows best is the one whose exit torchrun reports."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(seconds)
@@ -222,9 +244,13 @@ def _is_about_peers(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error).lower() for word in ("gloo", "nccl", "waiting for rank"))
 
 
-def _say(line: str) -> None:
-    # One write, so that the lines of several ranks do not mix.
-    sys.stderr.write(" ".join(line.splitlines()) + "\n")
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _say(text: str) -> None:
+    # One write, so that what several ranks say does not mix.
+    sys.stderr.write(text + "\n")
 
 
 def _exit(code: int) -> NoReturn:
@@ -232,7 +258,3 @@ def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _join(ranks: list[Any]) -> str:
-    return ", ".join(map(str, ranks))

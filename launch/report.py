@@ -87,7 +87,7 @@ def compare(
 
 
 class Reporter:
-    """Talks on rank 0 (``enabled``) and is silent on the others. On a terminal a progress bar, elsewhere a line now and then."""
+    """Talks on rank 0 (``enabled``), is silent on the others. On a terminal a progress bar, elsewhere a line now and then."""
 
     def __init__(self, folder: Path, steps: int, tokens: int, *, enabled: bool, device: torch.device) -> None:
         self.folder, self.total, self.tokens, self.enabled, self.device = folder, steps, tokens, enabled, device
@@ -102,7 +102,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         if self.enabled:
-            self.file = open(self.folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115  (line by line, closed at exit)
+            self.file = open(self.folder / "metrics.jsonl", "w", buffering=1)  # line by line
         self.progress.start()
         return self
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor
 
 from launch.data import VOCABULARY, Corpus
-from launch.environment import Environment, Options, UserError, launch
+from launch.environment import Environment, Options, UserError, launch, parse
 from launch.report import Reporter, Trace, compare
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.gradients import clip_grad_norm_
@@ -34,7 +33,7 @@ KEPT_CHECKPOINTS = 2
 
 @dataclass(frozen=True)
 class TrainConfig(Options):
-    """Train a small Llama-shaped model with tensor parallelism on the source text of Python's standard library, byte by byte."""
+    """Train a small Llama-shaped model with tensor parallelism on the source files of Python's standard library, as bytes."""
 
     dim: int = 128
     """Width of the model."""
@@ -107,7 +106,7 @@ class TrainConfig(Options):
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            d_ff=self.d_ff,  # type: ignore[arg-type]  (None: the default)
+            d_ff=self.d_ff,  # type: ignore[arg-type]  # None is ModelConfig's default
             max_seq_len=self.seq_len,
             dropout=self.dropout,
         )
@@ -270,9 +269,8 @@ def _as_json(config: TrainConfig) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "-m launch.train") -> None:
-    config = tyro.cli(TrainConfig, args=arguments, prog=program.replace("-m", "python -m"))
-    command = program if program.startswith("-m") else f"--no-python {program}"
-    launch(partial(train, config), config, command=command)
+    config = parse(TrainConfig, arguments, program)
+    launch(partial(train, config), config, program)
 
 
 if __name__ == "__main__":

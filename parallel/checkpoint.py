@@ -33,40 +33,40 @@ class _ShardOfGlobal(Tensor):
     """A rank's shard that presents itself to torch.distributed.checkpoint as chunks of the global tensor."""
 
     local: Tensor
-    layout: Layout
+    cut: Layout  # Tensor.layout is something else
     rank: int
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, rank: int) -> _ShardOfGlobal:
         self = Tensor._make_subclass(cls, local)
-        self.local, self.layout, self.rank = local, layout, rank
+        self.local, self.cut, self.rank = local, layout, rank
         return self
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        shape = torch.Size(self.layout.shape)
+        shape = torch.Size(self.cut.shape)
         return shape if dim is None else shape[dim]
 
     def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
-        offsets, sizes = [0] * len(self.layout.shape), list(self.layout.shape)
-        assert self.layout.dim is not None
-        offsets[self.layout.dim], sizes[self.layout.dim] = piece.start, piece.length
+        offsets, sizes = [0] * len(self.cut.shape), list(self.cut.shape)
+        assert self.cut.dim is not None
+        offsets[self.cut.dim], sizes[self.cut.dim] = piece.start, piece.length
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
-        chunks = [self._chunk(piece) for piece in self.layout.owned(self.rank)]
+        chunks = [self._chunk(piece) for piece in self.cut.owned(self.rank)]
         return [
             WriteItem(MetadataIndex(fqn, c.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(c, properties, self.size()))
             for c in chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self.layout.pieces(self.rank)]
+        return [self._chunk(piece) for piece in self.cut.pieces(self.rank)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        dim = self.layout.dim
+        dim = self.cut.dim
         assert dim is not None and index.offset is not None
-        pieces = self.layout.pieces(self.rank)
+        pieces = self.cut.pieces(self.rank)
         # A loading rank names one of its pieces; a writing one the first that starts at the offset.
         piece = pieces[index.index] if index.index is not None else next(p for p in pieces if p.start == index.offset[dim])
         return self.local.narrow(dim, piece.local, piece.length)

@@ -1,12 +1,13 @@
 """The arithmetic of the cross entropy over a cut vocabulary; vocab.py holds the functions to call.
 
-Shapes as there: T tokens, V vocabulary, V_r this rank's columns of it, d width.
+Shapes as there: T tokens, V vocabulary, V_r this rank's columns of it, d width. A rank owns one shard r of the columns, or in
+invariant mode several: whatever depends on the columns is then done shard by shard, for the reasons that virtual.py gives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +20,17 @@ from torch.nn import functional as F
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import Part, Run
+from parallel.virtual import aligned, sum_shards
 
 _BLOCK, _BLOCK_CPU = 2**24, 2**20
-"""How many logits the dense form takes to float32 at once: its work space does not grow with the tokens, and suits the caches."""
+"""How many logits the dense form takes to float32 at once: its work space stays small, and fits the caches of a CPU."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of a token and its gradient, in the pieces that the dense and the chunked form share.
+    """The loss of a token and its gradient for one shard of the columns, in the pieces that both forms of the loss share.
 
-    For the logits z of one token with label y, of which this rank holds z_r, with s the label smoothing and c the z-loss:
+    For the logits z of one token with label y, of which the shard holds z_r, with s the label smoothing and c the z-loss:
 
     ::
 
@@ -36,24 +38,24 @@ class TokenLoss:
         loss  = log S - (1 - s) (z_y - m) - s/V sum_v (z_v - m) + c lse^2
         dz_v  = (1 + 2 c lse) exp(z_v - m) / S - (1 - s) [v = y] - s/V
 
-    A rank gives m_r, S_r = sum over its v of exp(z_v - m_r), z_y if it holds y, and with smoothing its sum of z_v - m_r. One
+    A shard gives m_r, S_r = sum over its v of exp(z_v - m_r), z_y if it holds y, and with smoothing its sum of z_v - m_r. One
     all-gather of these 3 or 4 numbers a token lets every rank merge them in the same order, hence to the same bits. (To
     all-reduce the maximum, then the sums, is two exchanges to wait for, with a pass over the logits in between.)
 
-    exp(z_v - m) / S is softmax(z_r)_v, which torch computes in one pass, times this rank's share of the probability,
-    S_r exp(m_r - m) / S. All of it is float32, or float64 for float64 logits, and shifted by the maximum before it is added up.
+    exp(z_v - m) / S is softmax(z_r)_v, which torch computes in one pass, times the shard's share of the probability,
+    S_r exp(m_r - m) / S. All of it is float32, or float64 for float64 logits; sums are of logits shifted by their maximum.
     """
 
-    part: Part  # of the vocabulary over the ranks
-    group: TPGroup
+    part: Part  # of the vocabulary over the shards
+    shard: int
     ignore_index: int
     label_smoothing: float
     z_loss: float
 
     @property
     def run(self) -> Run:
-        """The columns that this rank holds."""
-        return self.part.runs[self.group.rank]
+        """The columns of the shard."""
+        return self.part.runs[self.shard]
 
     def _place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Each label's local column (some column if it is not here) and whether it is absent: not here, or ignored. [T, 1]"""
@@ -62,11 +64,11 @@ class TokenLoss:
         return (labels - run.start).clamp(0, run.length - 1), absent
 
     def local(self, z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [T, V_r], labels [T] -> softmax(z) over this rank's columns, and this rank's statistics [3 or 4, T]."""
+        """Logits [T, V_r], labels [T] -> softmax(z) over the shard's columns, and its statistics [3 or 4, T]."""
         column, absent = self._place(labels)
         p = _softmax(z)
         top = z.amax(-1).to(p.dtype)
-        only_inf = top == -math.inf  # softmax gives nan, but the other ranks' columns may well be finite
+        only_inf = top == -math.inf  # softmax gives nan, but other shards' columns may well be finite
         exp_sum = p.amax(-1).reciprocal().masked_fill(only_inf, 0)  # the largest is exp(m_r - m_r) / S_r
         label_logit = z.gather(-1, column).to(p.dtype).masked_fill(absent, 0).squeeze(-1)
         statistics = [top, exp_sum, label_logit]
@@ -75,11 +77,9 @@ class TokenLoss:
         return p, torch.stack(statistics)
 
     def merge(self, statistics: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's statistics -> every token's loss [T], the same bits on every rank, and d(lse + c lse^2)/d(lse) times this
-        rank's share of its probability [T], the factor of its softmax in the gradient. One all-gather."""
-        kinds, rank, ranks = statistics.shape[0], self.group.rank, self.group.size
-        everyone = collectives.all_gather(statistics, self.group, [kinds] * ranks).view(ranks, kinds, -1)
-        tops, exp_sums, label_logits, *shifted_sums = everyone.unbind(1)
+        """All shards' statistics [shards, 3 or 4, T] -> every token's loss [T] and, for each shard, the factor of its softmax in
+        the gradient [shards, T]: (1 + 2 c lse) times its share of the probability."""
+        tops, exp_sums, label_logits, *shifted_sums = statistics.unbind(1)
         top = tops.amax(0)
         exp_sums = exp_sums * (tops - top).exp()
         total = exp_sums.sum(0)
@@ -88,12 +88,12 @@ class TokenLoss:
         if self.label_smoothing:
             moved = [run.length * (t - top) for run, t in zip(self.part.runs, tops.unbind(0), strict=True)]
             loss = loss - self.label_smoothing / self.part.size * (shifted_sums[0] + torch.stack(moved)).sum(0)
-        factor = exp_sums[rank] / total
+        factors = exp_sums / total
         if self.z_loss:
             lse = top + log_total
             loss = loss + self.z_loss * lse.square()
-            factor = factor * (1 + 2 * self.z_loss * lse)
-        return loss.masked_fill(labels == self.ignore_index, 0), factor
+            factors = factors * (1 + 2 * self.z_loss * lse)
+        return loss.masked_fill(labels == self.ignore_index, 0), factors
 
     def logit_gradient(self, p: Tensor, factor: Tensor, labels: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
         """Writes the gradient of the logits to ``out`` [T, V_r], and over p. ``grad``: that of the losses [T]; None: ones."""
@@ -101,33 +101,56 @@ class TokenLoss:
         weight = torch.ones_like(factor) if grad is None else grad
         weight = weight.masked_fill(labels == self.ignore_index, 0).unsqueeze(-1)
         factor = factor.unsqueeze(-1)
-        p.masked_fill_(factor == 0, 0)  # which may be the nan of a softmax over nothing but -inf
+        p.masked_fill_(factor == 0, 0)  # It may be the nan of a softmax over nothing but -inf.
         scale, shift = factor * weight, weight * (-self.label_smoothing / self.part.size)
-        at_label = torch.addcmul(shift, p.gather(-1, column), scale) + (weight * (self.label_smoothing - 1)).masked_fill(
-            absent, 0
-        )
+        at_label = torch.addcmul(shift, p.gather(-1, column), scale)
+        at_label += (weight * (self.label_smoothing - 1)).masked_fill(absent, 0)
         return torch.addcmul(shift, p, scale, out=out).scatter_(-1, column, at_label.to(out.dtype))
 
 
+def _merge(losses: Sequence[TokenLoss], statistics: Sequence[Tensor], labels: Tensor, group: TPGroup) -> tuple[Tensor, Tensor]:
+    """This rank's shards' statistics -> every token's loss [T], the same bits on every rank, and the factors of this rank's
+    shards [shards, T]. One all-gather."""
+    kinds, own = statistics[0].shape[0], group.local_shards
+    everyone = collectives.all_gather(torch.cat(list(statistics)), group, [kinds * run.length for run in group.owners])
+    loss, factors = losses[0].merge(everyone.view(group.shards, kinds, -1), labels)
+    return loss, factors[own.start : own.stop]
+
+
+def _by_shard(x: Tensor, dim: int, losses: Sequence[TokenLoss], group: TPGroup) -> Sequence[Tensor]:
+    """This rank's columns of the logits, or rows of the weight or bias, as one tensor a shard."""
+    return [aligned(s) for s in x.split([loss.run.length for loss in losses], dim)] if group.invariant else [x]
+
+
+def _join(shards: Sequence[Tensor], dim: int) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
+
+
 class DenseCrossEntropy(Function):
-    """The tokens' losses [T] of logits [T, V_r]. Keeps the logits as they came and one number a token."""
+    """The tokens' losses [T] of logits [T, V_r]. Keeps the logits as they came and one number a token and shard."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, labels: Tensor, loss: TokenLoss) -> Tensor:
-        statistics = [loss.local(z[rows], labels[rows])[1] for rows in _blocks(z)]
-        losses, factor = loss.merge(torch.cat(statistics, 1), labels)
-        ctx.save_for_backward(z, labels, factor)
-        ctx.loss = loss
-        return losses
+    def forward(ctx: Any, z: Tensor, labels: Tensor, losses: Sequence[TokenLoss], group: TPGroup) -> Tensor:
+        statistics = [
+            torch.cat([loss.local(shard[rows], labels[rows])[1] for rows in _blocks(shard)], 1)
+            for loss, shard in zip(losses, _by_shard(z, -1, losses, group), strict=True)
+        ]
+        token_losses, factors = _merge(losses, statistics, labels, group)
+        ctx.save_for_backward(z, labels, factors)
+        ctx.losses, ctx.group = losses, group
+        return token_losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        z, labels, factor = ctx.saved_tensors
-        dz = torch.empty_like(z)
-        for rows in _blocks(z):
-            ctx.loss.logit_gradient(_softmax(z[rows]), factor[rows], labels[rows], grad[rows], out=dz[rows])
-        return dz, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        z, labels, factors = ctx.saved_tensors
+        dzs = []
+        for loss, shard, factor in zip(ctx.losses, _by_shard(z, -1, ctx.losses, ctx.group), factors, strict=True):
+            dz = torch.empty_like(shard)
+            for rows in _blocks(shard):
+                loss.logit_gradient(_softmax(shard[rows]), factor[rows], labels[rows], grad[rows], dz[rows])
+            dzs.append(dz)
+        return _join(dzs, -1), None, None, None
 
 
 def _softmax(z: Tensor) -> Tensor:
@@ -157,49 +180,72 @@ class LinearCrossEntropy(Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        loss: TokenLoss,
+        losses: Sequence[TokenLoss],
+        group: TPGroup,
         counts: list[int] | None,
         chunk: int,
         needs: tuple[bool, bool, bool],
         reduce_dtype: torch.dtype | None,
     ) -> Tensor:
-        full = x if counts is None else collectives.all_gather(x, loss.group, counts)
+        full = x if counts is None else collectives.all_gather(x, group, counts)
+        weights = _by_shard(weight, 0, losses, group)
+        biases = [None] * len(losses) if bias is None else _by_shard(bias, 0, losses, group)
         need_dx, need_dw, need_db = needs
-        dx = torch.empty_like(full) if need_dx else None
-        dw = db = None
-        losses = []
+        dxs = [torch.empty_like(full) if need_dx else None for _ in losses]
+        dws: list[Tensor | None] = [None] * len(losses)
+        dbs: list[Tensor | None] = [None] * len(losses)
+        token_losses = []
         for at in range(0, max(full.shape[0], 1), chunk):
             rows, y = full[at : at + chunk], labels[at : at + chunk]
-            z = F.linear(rows, weight, bias)
-            p, statistics = loss.local(z, y)
-            chunk_losses, factor = loss.merge(statistics, y)
-            losses.append(chunk_losses)
+            if group.invariant:
+                rows = aligned(rows)
+            zs = [F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)]
+            ps, statistics = zip(*(loss.local(z, y) for loss, z in zip(losses, zs, strict=True)), strict=True)
+            chunk_losses, factors = _merge(losses, statistics, y, group)
+            token_losses.append(chunk_losses)
             if not any(needs):
                 continue
-            dz = loss.logit_gradient(p, factor, y, None, out=z)
-            if dx is not None:
-                dx[at : at + chunk] = dz.matmul(weight)
-            if need_dw:
-                dw = _accumulate(dw, dz.t().matmul(rows))
-            if need_db:
-                db = _accumulate(db, dz.sum(0))
-        ctx.save_for_backward(dx, dw, db)
-        ctx.group, ctx.counts, ctx.reduce_dtype, ctx.dtype = loss.group, counts, reduce_dtype, full.dtype
-        return torch.cat(losses).sum()
+            for i, loss in enumerate(losses):
+                dz = loss.logit_gradient(ps[i], factors[i], y, None, zs[i])
+                if (dx := dxs[i]) is not None:
+                    dx[at : at + chunk] = dz.matmul(weights[i])
+                if need_dw:
+                    dws[i] = _accumulate(dws[i], dz.t().matmul(rows))
+                if need_db:
+                    dbs[i] = _accumulate(dbs[i], dz.sum(0))
+        ctx.save_for_backward(*dxs, *dws, *dbs)
+        ctx.needs, ctx.group, ctx.counts, ctx.reduce_dtype, ctx.dtype = needs, group, counts, reduce_dtype, full.dtype
+        return torch.cat(token_losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, db = ctx.saved_tensors
-        finish: Callable[[], Tensor | None] = lambda: None  # noqa: E731
-        if dx is not None:
-            partial = _scaled(dx, grad, ctx.dtype)
-            if ctx.counts is None:
-                finish = collectives.start_all_reduce(partial, ctx.group, ctx.reduce_dtype)
-            else:
-                finish = collectives.start_reduce_scatter(partial, ctx.group, ctx.counts, ctx.reduce_dtype)
-        dw, db = (None if t is None else _scaled(t, grad, ctx.dtype) for t in (dw, db))
-        return finish(), dw, db, None, None, None, None, None, None
+        need_dx, need_dw, need_db = ctx.needs
+        kept = ctx.saved_tensors
+        shards = len(kept) // 3
+        dx = dw = db = finish_dx = None
+        if need_dx:
+            leaves = [_scaled(leaf, grad, ctx.dtype) for leaf in kept[:shards]]
+            finish_dx = _start_sum(leaves, ctx.group, ctx.counts, ctx.reduce_dtype)
+        if need_dw:
+            dw = _scaled(_join(kept[shards : 2 * shards], 0), grad, ctx.dtype)
+        if need_db:
+            db = _scaled(_join(kept[2 * shards :], 0), grad, ctx.dtype)
+        if finish_dx is not None:
+            dx = finish_dx()
+        return dx, dw, db, *(None,) * 7
+
+
+def _start_sum(
+    leaves: list[Tensor], group: TPGroup, counts: list[int] | None, reduce_dtype: torch.dtype | None
+) -> collectives.Pending:
+    """Begins the sum of the shards' input gradients, which it may overwrite: whole, or with ``counts`` this rank's rows."""
+    if group.invariant:
+        total = sum_shards(leaves, group, scatter=counts is not None, reduce_dtype=reduce_dtype)
+        return lambda: total
+    if counts is None:
+        return collectives.start_all_reduce(leaves[0], group, reduce_dtype)
+    return collectives.start_reduce_scatter(leaves[0], group, counts, reduce_dtype)
 
 
 def _accumulate(total: Tensor | None, summand: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from parallel import collectives
 from parallel.group import TPGroup
-from parallel.layout import Layout
+from parallel.layout import Layout, Piece
 from parallel.regions import replace_shared_rows, shared_rows
 from parallel.state import NamedLayout, named_layouts
 
@@ -19,38 +20,66 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
     """The p-norm (p = 1, 2 or inf) of all gradients as one global vector, a 0-d tensor that is the same on every rank.
 
     Replicated parameters count once, and so do rows that several ranks hold. Powers are summed in float32, or float64 for
-    float64 gradients. One all-reduce of one number.
+    float64 gradients. One collective of one number.
 
     Raises:
         ValueError: for another p, or if no parameter has a gradient.
     """
     if p not in (1.0, 2.0, math.inf):
         raise ValueError(f"the gradient norm is defined for p = 1, 2 and inf, got {p}")
-    norms = [
-        torch.linalg.vector_norm(piece, p, dtype=torch.promote_types(piece.dtype, torch.float32))
-        for _, parameter, layout in named_layouts(model)
-        if parameter.grad is not None
-        for piece in counted_pieces(parameter.grad, layout, group)
-    ]
-    if all(parameter.grad is None for parameter in model.parameters()):
+    entries = [(e.parameter.grad, e.layout) for e in named_layouts(model) if e.parameter.grad is not None]
+    if not entries:
         raise ValueError("no parameter has a gradient: call grad_norm after loss.backward()")
-    device = next(model.parameters()).device
-    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    local = torch.stack([n.to(dtype) for n in norms]) if norms else torch.zeros(1, dtype=dtype, device=device)
-    if p == math.inf:
-        return collectives.all_reduce(local.max(), group, "max")
-    total = collectives.all_reduce(local.pow(p).sum(), group)
-    return total.pow(1 / p)
+    whole = [grad for grad, layout in entries if layout.replicated]
+    cut = [(grad, layout) for grad, layout in entries if not layout.replicated]
+    if group.invariant and cut:
+        total = _invariant_power(whole, cut, group, p)
+    else:
+        counted = [piece for grad, layout in cut for piece in _owned_views(grad, layout, layout.owned(group.rank))]
+        counted += whole if group.rank == 0 else []  # replicated: they count once
+        local = _power(counted, p, entries[0][0].device)
+        total = _largest(local, group) if p == math.inf else collectives.all_reduce(local, group)
+    norm = total if p == math.inf else total.pow(1 / p)
+    return norm.to(torch.float64 if any(grad.dtype == torch.float64 for grad, _ in entries) else torch.float32)
 
 
-def counted_pieces(value: Tensor, layout: Layout, group: TPGroup) -> list[Tensor]:
-    """The views of a local tensor that this rank answers for, so that over all ranks every global element comes up once."""
-    if layout.dim is None:
-        return [value] if group.rank == 0 else []
-    owned = layout.owned(group.rank)
-    if len(owned) == len(layout.parts):
-        return [value]
-    return [value.narrow(layout.dim, piece.local, piece.length) for piece in owned]
+def _invariant_power(whole: list[Tensor], cut: list[tuple[Tensor, Layout]], group: TPGroup, p: float) -> Tensor:
+    """The same for any number of ranks: each shard's power of each parameter is computed on its own and gathered, and all
+    ranks add them up alike."""
+    shards = []
+    for i in range(len(group.local_shards)):
+        powers = []
+        for grad, layout in cut:
+            owned = set(layout.owned(group.rank))
+            mine = [piece for piece in layout.pieces_by_shard(group.rank)[i] if piece in owned]
+            views = [view.contiguous() for view in _owned_views(grad, layout, mine)]
+            powers.append(_power(views, p, grad.device))
+        shards.append(torch.stack(powers))
+    everyone = collectives.all_gather(torch.stack(shards), group, [run.length for run in group.owners])
+    return _total([everyone.flatten(), *(_power([grad], p, grad.device).view(1) for grad in whole)], p)
+
+
+def _owned_views(value: Tensor, layout: Layout, pieces: Sequence[Piece]) -> list[Tensor]:
+    assert layout.dim is not None
+    return [value.narrow(layout.dim, piece.local, piece.length) for piece in pieces]
+
+
+def _power(tensors: list[Tensor], p: float, device: torch.device) -> Tensor:
+    """The sum of |x|^p over all elements (the maximum of |x| for p = inf), of norms in float32 or better. 0-d, float64."""
+    norms = [torch.linalg.vector_norm(t, p, dtype=torch.promote_types(t.dtype, torch.float32)).double() for t in tensors]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(norms).amax() if p == math.inf else torch.stack(norms).pow(p).sum()
+
+
+def _total(powers: list[Tensor], p: float) -> Tensor:
+    flat = torch.cat(powers)
+    return flat.amax() if p == math.inf else flat.sum()
+
+
+def _largest(local: Tensor, group: TPGroup) -> Tensor:
+    """The largest of the ranks' values, elementwise. By a gather, since nan may or may not survive an all-reduce's maximum."""
+    return collectives.all_gather(local.unsqueeze(0), group, [1] * group.size).amax(0)
 
 
 @torch.no_grad()
@@ -76,13 +105,13 @@ def check_replicas(model: nn.Module, group: TPGroup) -> None:
     names, spreads = [], []
     for name, parameter, layout in _held_by_several(model, group):
         reference = _first_holders(parameter, layout, group)
-        differs = (parameter.view(torch.uint8) != reference.view(torch.uint8)).any()
-        spread = (parameter - reference).abs().max().double()
+        differs = (_octets(parameter) != _octets(reference)).any(-1)
+        spread = (parameter.double() - reference.double()).abs().clamp_min(torch.finfo(torch.float64).tiny)
         names.append(name)
-        spreads.append(torch.where(differs, spread.clamp_min(torch.finfo(torch.float64).tiny), 0.0))
+        spreads.append(torch.where(differs, spread, 0.0).amax().nan_to_num(nan=math.inf))
     if not names:
         return
-    largest = collectives.all_reduce(torch.stack(spreads), group, "max").tolist()
+    largest = _largest(torch.stack(spreads), group).tolist()
     found = [f"{name} (by up to {spread:.3g})" for name, spread in zip(names, largest, strict=True) if spread != 0]
     if found:
         raise ValueError(f"{len(found)} parameters differ between the ranks that hold them: {', '.join(found)}")
@@ -99,11 +128,17 @@ def _held_by_several(model: nn.Module, group: TPGroup) -> list[NamedLayout]:
     return [e for e in named_layouts(model) if e.layout.shared or (e.layout.replicated and group.size > 1)]
 
 
+def _octets(value: Tensor) -> Tensor:
+    """The bytes of each element: [...] -> [..., bytes]."""
+    return value.unsqueeze(-1).contiguous().view(torch.uint8)
+
+
 def _first_holders(value: Tensor, layout: Layout, group: TPGroup) -> Tensor:
-    """``value`` with its first holder's bits wherever several ranks hold it. Sums bytes to which one rank alone contributes."""
+    """``value`` with its first holder's bits wherever several ranks hold it: a sum of bytes that one rank alone gives."""
+    octets = _octets(value)
     if layout.replicated:
-        octets = value.contiguous().view(torch.uint8)
-        return collectives.all_reduce(octets if group.rank == 0 else torch.zeros_like(octets), group).view(value.dtype)
-    octets = value.unsqueeze(-1).contiguous().view(torch.uint8)
-    first = collectives.all_reduce(shared_rows(octets, layout, layout.owned(group.rank)), group)
-    return replace_shared_rows(octets, first, layout, group).view(value.dtype).squeeze(-1)
+        first = collectives.all_reduce(octets if group.rank == 0 else torch.zeros_like(octets), group)
+    else:
+        shared = collectives.all_reduce(shared_rows(octets, layout, layout.owned(group.rank)), group)
+        first = replace_shared_rows(octets, shared, layout, group)
+    return first.view(value.dtype).squeeze(-1)

@@ -196,6 +196,7 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.gather_output, self.sequence_parallel, self.reduce_dtype = gather_output, sequence_parallel, reduce_dtype
         parts = parts or [Part.even("output", out_features, group.shards)]
+        check_parts("ColumnParallelLinear", parts, group)
         layout = column_layout((out_features, in_features), parts, group.owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
@@ -309,6 +310,7 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         self.reduce_dtype = reduce_dtype
         parts = parts or [Part.even("input", in_features, group.shards)]
+        check_parts("RowParallelLinear", parts, group)
         layout = row_layout((out_features, in_features), parts, group.owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))

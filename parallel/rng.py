@@ -49,7 +49,8 @@ def normal_(
     Each part of the layout is a stream of its own, ``"{name}:{part}"`` (a replicated tensor is the stream ``name``), and a
     part's elements are numbered with the cut dimension first: row by row for a weight [O, I] cut along O, column by column for
     one cut along I. The piece that a rank holds is then one run of its stream, and all that the rank computes of it. Numbers
-    are made in float32 on the CPU and converted to the tensor's dtype and device.
+    are made in float32 on the CPU and converted to the tensor's dtype and device: their bits can differ only between processors
+    for which numpy has different logarithms and sines (x86 with AVX2 and with AVX-512 has the same).
 
     A tensor on the meta device has no values and is left alone: call this again after ``to_empty``.
 
@@ -88,7 +89,7 @@ def _fill(target: Tensor, dim: int, stream: _Normals) -> None:
             return
     width = target.numel() // target.shape[dim]
     lines = max(1, _CHUNK // width)
-    buffer = torch.empty(min(lines, target.shape[dim]) * width)
+    buffer = torch.empty(min(lines, target.shape[dim]) * width, dtype=torch.float32, device="cpu")
     for chunk in target.split(lines, dim):
         values = buffer[: chunk.numel()]
         stream.read(values)
@@ -181,7 +182,8 @@ def dropout(
     with a changing ``step`` as a variable. With p = 0 it is ``x`` itself.
 
     Args:
-        key: names the place in the model, in [0, 2**63): ``stream_key(seed, name)[0]``. Or a 0-d int64 tensor.
+        key: names the place in the model, in [0, 2**63): ``stream_key(seed, name)[0]``. Or a 0-d int64 tensor, which is what a
+            module should hold: torch.compile takes an int attribute for a constant, and compiles anew for each block.
         step: names the forward pass, in [0, 2**63): passes that are to differ have different ones. Or a 0-d int64 tensor.
 
     Raises:
@@ -274,8 +276,8 @@ def _signed(word: int) -> int:
 
 
 def _word_tensor(what: str, value: int | Tensor, device: torch.device) -> Tensor:
-    """A key or step as a 0-d tensor, since a compiler takes a changing tensor for a variable on every device."""
+    """A key or step as a 0-d tensor: compilers take a changing tensor for a variable."""
     if isinstance(value, Tensor):
-        return value
+        return value.to(device)
     _check_word(what, value)
     return torch.full((), value, dtype=torch.int64, device=device)

@@ -19,6 +19,7 @@ from parallel.cross_entropy import DenseCrossEntropy, LinearCrossEntropy, TokenL
 from parallel.group import TPGroup
 from parallel.layout import Layout, Part, Run, column_layout
 from parallel.regions import reduce_from_ranks, reduce_scatter_tokens, token_counts
+from parallel.virtual import check_supported
 
 
 def vocab_part(vocab_size: int, group: TPGroup) -> Part:
@@ -147,31 +148,36 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.group.rank} of {self.group.size}"
 
 
+def _token_losses(
+    vocab_size: int, group: TPGroup, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[TokenLoss, ...]:
+    """One for each shard of the vocabulary that this rank owns."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing lies between 0 and 1, got {label_smoothing}")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss is at least 0, got {z_loss}")
+    part = vocab_part(vocab_size, group)
+    return tuple(TokenLoss(part, shard, ignore_index, label_smoothing, z_loss) for shard in group.local_shards)
+
+
 def _checked_labels(
-    width: int,
-    labels: Tensor,
-    shape: torch.Size | tuple[int, ...],
-    loss: TokenLoss,
-    reduction: str,
-    reductions: tuple[str, ...],
+    width: int, labels: Tensor, shape: torch.Size | tuple[int, ...], losses: tuple[TokenLoss, ...], group: TPGroup
 ) -> Tensor:
-    """The labels, flat, unless there is something that both forms of the loss refuse, which they do before any collective."""
-    if reduction not in reductions:
-        raise ValueError(f"reduction is one of {', '.join(reductions)}, got {reduction!r}")
-    if not 0 <= loss.label_smoothing <= 1:
-        raise ValueError(f"label_smoothing lies between 0 and 1, got {loss.label_smoothing}")
-    if not loss.z_loss >= 0:
-        raise ValueError(f"z_loss is at least 0, got {loss.z_loss}")
-    if width != loss.run.length:
-        group = loss.group
+    """The labels, flat, unless they or the width of the logits are wrong, which is found before any collective."""
+    loss, own = losses[0], sum(loss.run.length for loss in losses)
+    if width != own:
         hint = ": these are logits gathered over all ranks" if width == loss.part.size else ""
         raise ValueError(
-            f"rank {group.rank} of {group.size} holds {loss.run.length} of {loss.part.size} columns of the logits, "
-            f"got {width}{hint}"
+            f"rank {group.rank} of {group.size} holds {own} of {loss.part.size} columns of the logits, got {width}{hint}"
         )
     if labels.shape != torch.Size(shape):
         raise ValueError(f"labels have shape {tuple(labels.shape)}, the logits are of tokens of shape {tuple(shape)}")
     return _checked(labels.reshape(-1), loss.part.size, "label", loss.ignore_index)
+
+
+def _check_reduction(reduction: str, *known: str) -> None:
+    if reduction not in known:
+        raise ValueError(f"reduction is one of {', '.join(known)}, got {reduction!r}")
 
 
 def _mean(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -214,12 +220,15 @@ def vocab_parallel_cross_entropy(
             or the labels' shape is another; if the logits are not this rank's columns, for example all of them; for
             ``label_smoothing`` outside [0, 1], ``z_loss`` below 0, an unknown reduction.
     """
-    loss = TokenLoss(vocab_part(vocab_size, group), group, ignore_index, label_smoothing, z_loss)
-    flat = _checked_labels(logits.shape[-1], labels, logits.shape[:-1], loss, reduction, ("mean", "sum", "none"))
-    losses = DenseCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, loss)
+    _check_reduction(reduction, "mean", "sum", "none")
+    losses = _token_losses(vocab_size, group, ignore_index, label_smoothing, z_loss)
+    flat = _checked_labels(logits.shape[-1], labels, logits.shape[:-1], losses, group)
+    if group.invariant:
+        check_supported(logits)
+    by_token = DenseCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, losses, group)
     if reduction == "none":
-        return losses.view(labels.shape)
-    return losses.sum() if reduction == "sum" else _mean(losses.sum(), flat, ignore_index)
+        return by_token.view(labels.shape)
+    return by_token.sum() if reduction == "sum" else _mean(by_token.sum(), flat, ignore_index)
 
 
 def linear_cross_entropy(
@@ -266,7 +275,8 @@ def linear_cross_entropy(
 
     The other arguments, the value returned and what is refused are as in :func:`vocab_parallel_cross_entropy`.
     """
-    loss = TokenLoss(vocab_part(vocab_size, group), group, ignore_index, label_smoothing, z_loss)
+    _check_reduction(reduction, "mean", "sum")
+    losses = _token_losses(vocab_size, group, ignore_index, label_smoothing, z_loss)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is at least 1, got {chunk_tokens}")
     counts = None
@@ -280,15 +290,17 @@ def linear_cross_entropy(
             )
         labels = labels.reshape(-1)
     shape = x.shape[:-1] if counts is None else (sum(counts),)
-    labels = _checked_labels(weight.shape[0], labels, shape, loss, reduction, ("mean", "sum"))
+    labels = _checked_labels(weight.shape[0], labels, shape, losses, group)
     if x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
         biased = "no bias" if bias is None else f"a bias of shape {tuple(bias.shape)}"
         raise ValueError(f"x of width {x.shape[-1]} does not fit a weight of shape {tuple(weight.shape)} and {biased}")
+    if group.invariant:
+        check_supported(x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad)
     x = x.reshape(-1, x.shape[-1])
-    total = LinearCrossEntropy.apply(x, weight, bias, labels, loss, counts, chunk_tokens, needs, reduce_dtype)
+    total = LinearCrossEntropy.apply(x, weight, bias, labels, losses, group, counts, chunk_tokens, needs, reduce_dtype)
     return total if reduction == "sum" else _mean(total, labels, ignore_index)

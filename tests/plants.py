@@ -5,17 +5,17 @@ Each is a context manager that patches the library inside a worker process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.autograd import Function
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel import collectives
+from parallel import collectives, regions
 from parallel.cross_entropy import TokenLoss
 from parallel.group import TPGroup
 from parallel.layout import Layout
@@ -42,48 +42,41 @@ def first_argument(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
-def all_arguments(*tensors: Tensor, **_: Any) -> Any:
-    return tensors[0] if len(tensors) == 1 else tensors
+def bias_before_reduction(self: RowParallelLinear, xs: Sequence[Tensor]) -> Tensor:
+    return self.reduce([F.linear(x, self.weight, self.bias) for x in xs])
 
 
-def bias_before_reduction(self: RowParallelLinear, x: Tensor) -> Tensor:
-    y = self.partial(x)
-    return self.reduce(y if self.bias is None else y + self.bias)
+def leaves_with_bias(self: RowParallelLinear, xs: Sequence[Tensor]) -> list[Tensor]:
+    return [F.linear(x, self.weight, self.bias) for x in xs]
 
 
-def bias_before_parallel_reduction(self: RowParallelLinear, x: Tensor) -> Tensor:
-    y = F.linear(x, self.weight)
-    return y if self.bias is None else y + self.bias
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> list[Tensor]:
+    return [F.linear(x, weight, bias)]
 
 
-def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
-    return F.linear(x, weight, bias)
+def reduce_both_ways(x: Tensor, group: TPGroup, *arguments: Any, **options: Any) -> Tensor:
+    return regions.copy_to_ranks(reduce_from_ranks(x, group, *arguments, **options), group)
 
 
-class SumsBothWays(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.group = group
-        return collectives.all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.all_reduce(grad, ctx.group), None, None
+reduce_from_ranks = regions.reduce_from_ranks
 
 
-class SumsAndAverages(Function):
-    @staticmethod
-    def forward(ctx: Any, group: TPGroup, reduce_dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(t.view_as(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(collectives.all_reduce(g, ctx.group) / ctx.group.size for g in grads)
+def copy_and_average(tensors: Sequence[Tensor], group: TPGroup) -> tuple[Tensor, ...]:
+    copies = regions.copies_for_ranks(tensors, group)
+    for copy in copies:
+        copy.register_hook(lambda grad: grad / group.size)
+    return copies
 
 
-def count_replicas(value: Tensor, layout: Layout, group: TPGroup) -> list[Tensor]:
-    return [value]
+def one_copy_a_shard(tensors: Sequence[Tensor], group: TPGroup, *_: Any) -> list[tuple[Tensor, ...]]:
+    return [tuple(tensors)]
+
+
+def norm_of_all_copies(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
+    powers = torch.stack([torch.linalg.vector_norm(parameter.grad, p).double() for parameter in model.parameters()])
+    if p == math.inf:
+        return collectives.all_reduce(powers.amax(), group, "max")
+    return collectives.all_reduce(powers.pow(p).sum(), group).pow(1 / p)
 
 
 def plain_slice(full: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -93,8 +86,8 @@ def plain_slice(full: Tensor, layout: Layout, rank: int) -> Tensor:
     return full.narrow(layout.dim, start, layout.local_size(rank)).clone()
 
 
-def smooth_over_local_columns(self: TokenLoss, e: Tensor, *arguments: Any) -> Tensor:
-    dz = logit_gradient(self, e, *arguments)
+def smooth_over_local_columns(self: TokenLoss, e: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    dz = logit_gradient(self, e, *arguments, **options)
     return dz.sub_(self.label_smoothing * (1 / self.run.length - 1 / self.part.size))
 
 
@@ -109,24 +102,26 @@ dropout_forward = Dropout.forward
 
 
 PLANTS: dict[str, Plant] = {
-    "row bias added on every rank": patches(parallel__linear__RowParallelLinear__forward=bias_before_reduction),
+    "row bias added on every rank": patches(parallel__linear__RowParallelLinear__from_shards=bias_before_reduction),
     "biases of a parallel block added on every rank": patches(
-        parallel__linear__RowParallelLinear__partial=bias_before_parallel_reduction,
-        parallel__linear__RowParallelLinear__add_bias=lambda self, y: y,
+        parallel__linear__RowParallelLinear__leaves=leaves_with_bias,
+        parallel__linear__RowParallelLinear__add_bias=lambda self, y, tokens: y,
     ),
     "output not reduced": patches(parallel__linear__reduce_from_ranks=first_argument),
-    "output reduced again in backward": patches(parallel__regions___ReduceFromRanks=SumsBothWays),
+    "output reduced again in backward": patches(parallel__linear__reduce_from_ranks=reduce_both_ways),
     "input gradient not reduced": patches(
         parallel__linear__column_parallel_linear=local_linear, tpblock__model__column_parallel_linear=local_linear
     ),
     "gradients of shared KV heads not summed": patches(parallel__linear__sum_over_holders=first_argument),
-    "norm gradients not summed": patches(tpblock__norm__copy_to_ranks=all_arguments),
-    "norm gradients averaged": patches(parallel__regions___CopyToRanks=SumsAndAverages),
-    "row bias gradients not summed": patches(parallel__linear__copy_to_ranks=all_arguments),
-    "position gradients not summed": patches(tpblock__model__copy_to_ranks=all_arguments),
-    "gradients entering two norms not summed": patches(tpblock__block__copy_to_ranks=all_arguments),
+    "norm gradients not summed": patches(tpblock__norm__copies_for_ranks=first_argument),
+    "norm gradients averaged": patches(tpblock__norm__copies_for_ranks=copy_and_average),
+    "row bias gradients not summed": patches(parallel__linear__copy_to_ranks=first_argument),
+    "position gradients not summed": patches(tpblock__model__copy_to_ranks=first_argument),
+    "gradients entering two norms not summed": patches(tpblock__block__copy_to_shards=one_copy_a_shard),
     "embedding not reduced": patches(parallel__vocab__reduce_from_ranks=first_argument),
-    "replicated gradients counted on every rank": patches(parallel__gradients__counted_pieces=count_replicas),
+    "replicated gradients counted on every rank": patches(
+        parallel__gradients__grad_norm=norm_of_all_copies, tests__equality__grad_norm=norm_of_all_copies
+    ),
     "fused weights cut into plain slices": patches(parallel__state__take_pieces=plain_slice),
     "labels smoothed over this rank's columns": patches(
         parallel__cross_entropy__TokenLoss__logit_gradient=smooth_over_local_columns

@@ -124,7 +124,7 @@ def test_the_worked_ffn_of_width_2048() -> None:
 
 
 PUBLISHED = {
-    "stack-100m": (127.9e6, 0.1e6),
+    "stack-100m": (100e6, 30e6),  # "about 100M", of which its blocks are 96.4M
     "llama-2-7b": (6.74e9, 0.005e9),
     "llama-3-8b": (8.03e9, 0.005e9),
     "llama-3-70b": (70.6e9, 0.05e9),
@@ -147,6 +147,7 @@ def test_presets_name_their_source() -> None:
     assert {"stack-100m", "llama-2-7b", "llama-3-8b", "llama-3-70b", "gpt-2", "gpt-3-175b", "gpt-neox-20b"} <= PRESETS.keys()
     stack = preset("stack-100m")
     assert (stack.dim, stack.layers, stack.d_ff, stack.bias) == (512, 30, 1408, False)
+    assert stack.layers * stack.block_parameters() == 30 * (4 * 512**2 + 3 * 512 * 1408 + 2 * 512) == 96_368_640
     with pytest.raises(ValueError, match="unknown preset 'gpt-5'; there are stack-100m, llama-2-7b"):
         preset("gpt-5")
 

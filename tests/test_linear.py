@@ -437,15 +437,15 @@ def test_extra_repr_names_sizes_and_rank() -> None:
 
 
 def without_collectives(group: TPGroup) -> list[str]:
-    """local() and partial() send nothing, forward or backward."""
+    """local() and leaves() send nothing, forward or backward."""
     column, row = ColumnParallelLinear(6, 8, group=group), RowParallelLinear(8, 6, group=group)
     x = torch.ones(3, 6, requires_grad=True)
     with OpRecord() as record:
-        row.partial(column.local(x)).sum().backward()
+        row.leaves(column.local([x]))[0].sum().backward()
     return record.collectives
 
 
-def test_local_and_partial_send_nothing(pool: Pool) -> None:
+def test_local_and_leaves_send_nothing(pool: Pool) -> None:
     assert pool.run(2, without_collectives) == [[]] * 2
 
 
@@ -459,7 +459,7 @@ def misuse(group: TPGroup, what: str) -> None:
     local = row.layouts["weight"].local_size(group.rank)
     uses = {
         "column width": lambda: column(torch.ones(3, 7)),
-        "local width": lambda: column.local(torch.ones(3, 7)),
+        "local width": lambda: column.local([torch.ones(3, 7)]),
         "row width": lambda: row(torch.ones(3, local + 1)),
         "whole width": lambda: whole_row(torch.ones(3, 9)),
         "tokens": lambda: tokens_cut(torch.ones(3, 6), tokens=20),

@@ -21,7 +21,7 @@ Getter = Callable[[str], Tensor]
 
 @contextmanager
 def single_is_double() -> Iterator[None]:
-    """Hugging Face's modules cast to float32 inside (norm statistics, rotary tables, softmax): here that means float64, so that
+    """Hugging Face's modules cast to float32 inside (norm statistics, rotary tables, softmax): here to float64, so that
     their own code can be compared to 1e-10."""
     with ExitStack() as stack:
         for name in ("float32", "float"):

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from parallel.group import TPGroup
 from parallel.layout import Layout, Part, attention_parts, column_layout
 from parallel.regions import (
+    copies_for_ranks,
     copy_to_ranks,
     gather_from_ranks,
     gather_tokens,
@@ -65,9 +66,10 @@ def check_pair(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, dy: Tensor, 
 def copy_and_reduce(group: TPGroup) -> None:
     x = randn(5, 3)
     dy = of_all(group, 5, 3, seed=1)
-    check_pair(lambda t: copy_to_ranks(t, group=group), x, x, dy[group.rank], dy.sum(0))
+    check_pair(lambda t: copy_to_ranks(t, group), x, x, dy[group.rank], dy.sum(0))
     partial = of_all(group, 5, 3, seed=2)
     check_pair(lambda t: reduce_from_ranks(t, group), partial[group.rank], partial.sum(0), dy[0], dy[0])
+    check_pair(lambda t: reduce_from_ranks(t * 1, group, owned=True), partial[group.rank], partial.sum(0), dy[0], dy[0])
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -206,7 +208,7 @@ def differentiate(group: TPGroup) -> None:
     mine = rows_of(tokens, group)
 
     def copy_reduce(x: Tensor) -> Tensor:
-        return reduce_from_ranks(torch.sin(copy_to_ranks(x, group=group) * weight), group)
+        return reduce_from_ranks(torch.sin(copy_to_ranks(x, group) * weight), group)
 
     def scatter_gather(x: Tensor) -> Tensor:
         return gather_from_ranks(torch.sin(scatter_to_ranks(x, layout, group) * (group.rank + 1)), layout, group)
@@ -241,10 +243,10 @@ def test_c26_gradcheck(pool: Pool, ranks: int) -> None:
 def siblings(group: TPGroup) -> tuple[float, float]:
     """Branches that receive one gradient tensor: an all-reduce in place would corrupt it for the others."""
     x = torch.ones((), dtype=torch.float64, requires_grad=True)
-    (copy_to_ranks(x, group=group) + copy_to_ranks(x, group=group)).backward()
+    (copy_to_ranks(x, group) + copy_to_ranks(x, group)).backward()
     assert x.grad is not None
     twice, x.grad = x.grad, None
-    (copy_to_ranks(x, group=group) + x).backward()
+    (copy_to_ranks(x, group) + x).backward()
     return twice.item(), x.grad.item()  # type: ignore[attr-defined]
 
 
@@ -284,8 +286,8 @@ def copies_of_many(group: TPGroup) -> list[str]:
     for i in (0, 1, 2, 4):
         tensors[i].requires_grad_()
     cotangents = [of_all(group, *t.shape, seed=i + 1) for i, t in enumerate(tensors)]
-    copies = copy_to_ranks(*tensors, group=group)
-    assert isinstance(copies, tuple) and all(torch.equal(c, t) for c, t in zip(copies, tensors, strict=True))
+    copies = copies_for_ranks(tensors, group)
+    assert all(torch.equal(c, t) for c, t in zip(copies, tensors, strict=True))
     with OpRecord() as record:
         sum((copies[i] * cotangents[i][group.rank]).sum() for i in range(4)).backward()  # type: ignore[union-attr]
     for i in (0, 1, 2):
@@ -312,7 +314,7 @@ def in_half(group: TPGroup, reduce_dtype: torch.dtype | None) -> list[bool]:
     x = torch.zeros(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
     x_rows = torch.zeros(mine.stop - mine.start, 8, dtype=torch.bfloat16, requires_grad=True)
     copied, gathered = (
-        copy_to_ranks(x, group=group, reduce_dtype=reduce_dtype),
+        copy_to_ranks(x, group, reduce_dtype),
         gather_tokens(x_rows, tokens, group, reduce_dtype),
     )
     results = [
@@ -349,7 +351,7 @@ def empty_tokens(group: TPGroup) -> list[tuple[int, ...]]:
         gather_tokens(x, 0, group),
         reduce_scatter_tokens(x, 0, group),
         reduce_from_ranks(x, group),
-        copy_to_ranks(x, group=group),
+        copy_to_ranks(x, group),
     ]
     sum(result.sum() for result in results).backward()  # type: ignore[union-attr]
     return [tuple(result.shape) for result in results] + [tuple(x.grad.shape)]  # type: ignore[union-attr]

@@ -325,7 +325,7 @@ def test_the_mask_differs_between_steps_and_places() -> None:
 
 @pytest.mark.parametrize("tokens", [[37], [19, 18], [13, 12, 12], [1, 36], [10, 9, 9, 9]])
 def test_token_shards_see_the_mask_of_all_tokens(tokens: list[int]) -> None:
-    width = 4801  # odd, and long enough for several chunks
+    width = 15_001  # odd, and long enough for several chunks
     full = mask_of((37, width))
     first = 0
     for count in tokens:
@@ -422,6 +422,26 @@ def test_compiled_whole_and_once(as_tensor: bool) -> None:
         cotangent = torch.randn_like(x)
         assert torch.equal(torch.autograd.grad(eager, x, cotangent)[0], torch.autograd.grad(traced, x, cotangent)[0])
     assert counter.frame_count == (1 if as_tensor else 2)  # an int is a constant until it first changes
+
+
+def test_blocks_with_tensor_keys_share_one_compilation() -> None:
+    """An int attribute of a module would be a constant: one compilation a block, and an error after the eighth."""
+
+    class Site(torch.nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.key = torch.tensor(rng.stream_key(0, name)[0])
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            return rng.dropout(x, 0.3, key=self.key, step=step)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    sites = [Site(f"layers.{i}") for i in range(10)]
+    x = torch.ones(30, 40)
+    masks = [torch.compile(site, backend=counter, fullgraph=True)(x, 3) for site in sites]
+    assert counter.frame_count == 1
+    assert all(torch.equal(mask, site(x, 3)) for mask, site in zip(masks, sites, strict=True))
+    assert len({mask.numpy().tobytes() for mask in masks}) == len(sites)
 
 
 def test_the_traceable_mask_compiles() -> None:

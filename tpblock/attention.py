@@ -85,9 +85,12 @@ class Attention(nn.Module):
     def _mix(self, qkv: Tensor, shard: HeadShard, context: Context) -> Tensor:
         batch, seq, dim = context.batch, context.seq, self.config.head_dim
         heads, kv_heads = shard.heads, shard.kv_heads
-        q, k, v = qkv.reshape(batch, seq, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=2)
-        if context.rotary is not None:
-            q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
+        qkv_heads = qkv.reshape(batch, seq, heads + 2 * kv_heads, dim)
+        if context.rotary is None:
+            q, k, v = qkv_heads.split([heads, kv_heads, kv_heads], dim=2)
+        else:  # q and k lie side by side: one rotation serves both
+            qk, v = qkv_heads.split([heads + kv_heads, kv_heads], dim=2)
+            q, k = apply_rotary(qk, context.rotary).split([heads, kv_heads], dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.training and self.dropout.p > 0:
             mixed = self._with_dropout(q, k, v, shard, context)

@@ -110,10 +110,10 @@ class Block(nn.Module):
         first, second = list(self.norm_1.parameters()), list(self.norm_2.parameters())
         if self.parallel.sequence_parallel:
             xs = gather_to_shards(x, tokens, group, reduce_dtype)
-            weights = copy_to_shards([*first, *second], group)
+            weights = copy_to_shards([*first, *second], group, reduce_dtype)
             copies = [(x_s, *w_s) for x_s, w_s in zip(xs, weights, strict=True)]
         else:
-            copies = copy_to_shards([x, *first, *second], group, reduce_dtype)
+            copies = copy_to_shards([x.flatten(0, -2), *first, *second], group, reduce_dtype)
         n = len(first)
         return (
             qkv.local([self.norm_1.normalize(x_s, *w_s[:n]) for x_s, *w_s in copies]),
@@ -125,7 +125,7 @@ class Block(nn.Module):
         first = context.first_token
         if self.parallel.sequence_parallel:
             first += sum(token_counts(context.tokens, self.parallel.group)[: self.parallel.group.rank])
-        return x + dropout(update, context, offset=first * self.config.dim)
+        return x + dropout(update.view(x.shape), context, offset=first * self.config.dim)
 
     def check(self, x: Tensor, context: Context | None, step: int | None) -> Context:
         """The context of a forward pass on x, or a ValueError that says what does not fit."""

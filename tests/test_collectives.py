@@ -1,0 +1,272 @@
+"""How much is sent: every collective of every block, forward and backward, with its size, against the formula.
+
+Sizes are those of the whole tensor: what an all-reduce or a reduce-scatter sums, what an all-gather returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel import collectives
+from parallel.gradients import clip_grad_norm_, grad_norm
+from parallel.group import TPGroup
+from parallel.linear import RowParallelLinear
+from parallel.regions import token_counts
+from tests.pool import Pool
+from tpblock import Activation, Block, Context, Decoder, ModelConfig, Norm, Placement, Position
+
+BATCH, SEQ, DIM, LAYERS = 2, 6, 16, 3
+TOKENS = BATCH * SEQ
+
+PRE = ModelConfig(vocab_size=20, dim=DIM, layers=LAYERS, heads=8, kv_heads=4, d_ff=24, max_seq_len=SEQ)
+PRE_BIASED = ModelConfig(**{**vars(PRE), "bias": True, "norm": Norm.LAYERNORM, "activation": Activation.GELU})
+PARALLEL = ModelConfig(**{**vars(PRE), "placement": Placement.PARALLEL})
+PARALLEL_BIASED = ModelConfig(**{**vars(PRE_BIASED), "placement": Placement.PARALLEL})
+TWO_NORMS = ModelConfig(**{**vars(PRE), "placement": Placement.PARALLEL_TWO_NORMS})
+TWO_NORMS_BIASED = ModelConfig(**{**vars(PRE_BIASED), "placement": Placement.PARALLEL_TWO_NORMS})
+MQA = ModelConfig(**{**vars(PRE_BIASED), "kv_heads": 1})
+PARALLEL_MQA = ModelConfig(**{**vars(PARALLEL), "kv_heads": 1})
+CONFIGS = {
+    "pre": PRE,
+    "pre, biases": PRE_BIASED,
+    "parallel": PARALLEL,
+    "parallel, biases": PARALLEL_BIASED,
+    "two norms": TWO_NORMS,
+    "two norms, biases": TWO_NORMS_BIASED,
+    "multi-query": MQA,
+    "parallel, multi-query": PARALLEL_MQA,
+}
+
+
+class Sent(NamedTuple):
+    kind: str
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every collective that runs under it."""
+
+    KINDS = {"all_reduce": "all_reduce", "all_reduce_": "all_reduce", "reduce_scatter_tensor": "reduce_scatter"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[Sent] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        name = name.partition(".")[0]
+        if namespace in ("_c10d_functional", "c10d", "c10d_functional") and name != "wait_tensor":
+            if name == "all_gather_into_tensor":
+                self.sent[Sent("all_gather", args[0].numel() * args[1], args[0].dtype)] += 1
+            else:  # anything unknown counts under its own name, and so fails the comparison
+                elements = args[0].numel() if isinstance(args[0], Tensor) else 0
+                self.sent[Sent(self.KINDS.get(name, name), elements, args[0].dtype)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded(into: list[Counter[Sent]]) -> Iterator[None]:
+    with Recorder() as recorder:
+        yield
+    into.append(recorder.sent)
+
+
+def plain(counts: list[Counter[Sent]]) -> list[dict[tuple[str, int, str], int]]:
+    """What goes through a pipe and reads well in a failure."""
+    return [{(s.kind, s.elements, str(s.dtype).removeprefix("torch.")): n for s, n in count.items()} for count in counts]
+
+
+def expected(*sent: tuple[int, str, int], dtype: str = "float32") -> dict[tuple[str, int, str], int]:
+    total: Counter[tuple[str, int, str]] = Counter()
+    for times, kind, elements in sent:
+        if times:
+            total[kind, elements, dtype] += times
+    return dict(total)
+
+
+def activations(group: TPGroup, sp: bool, batch: int, seq: int, dtype: torch.dtype) -> tuple[Tensor, Context]:
+    context = Context.build(PRE, batch, seq, device=torch.get_default_device(), dtype=dtype, step=0)
+    shape = (token_counts(batch * seq, group)[group.rank], DIM) if sp else (batch, seq, DIM)
+    return torch.randn(shape, dtype=dtype, requires_grad=True), context
+
+
+def run_block(
+    group: TPGroup,
+    config: ModelConfig,
+    sp: bool,
+    options: dict[str, Any] | None = None,
+    batch: int = BATCH,
+    planted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Any]:
+    """[what forward sent, what backward sent, what forward without autograd sent]"""
+    options = options or {}
+    block = Block(config, group=group, sequence_parallel=sp, **options)
+    x, context = activations(group, sp, batch, SEQ, options.get("dtype", torch.float32))
+    counts: list[Counter[Sent]] = []
+    with planted():
+        with recorded(counts):
+            y = block(x, context)
+        with recorded(counts):
+            y.backward(torch.ones_like(y))
+        with torch.no_grad(), recorded(counts):
+            block(x, context)
+    return plain(counts)
+
+
+def forward_of(config: ModelConfig, sp: bool, tokens: int = TOKENS) -> list[tuple[int, str, int]]:
+    """The two sublayers of a sequential block enter and leave the sharded region each, those of a parallel block together."""
+    times, size = 2 if config.placement is Placement.PRE else 1, tokens * DIM
+    return [(times, "all_gather", size), (times, "reduce_scatter", size)] if sp else [(times, "all_reduce", size)]
+
+
+def backward_of(config: ModelConfig, sp: bool, ranks: int, tokens: int = TOKENS) -> list[tuple[int, str, int]]:
+    times, size = 2 if config.placement is Placement.PRE else 1, tokens * DIM
+    norm = DIM * (2 if config.norm is Norm.LAYERNORM else 1)
+    two_norms = config.placement is Placement.PARALLEL_TWO_NORMS
+    sent = []
+    if sp:
+        # dy gathered, dx scattered; x gathered again for the weight gradient, but for two norms, which keep it whole
+        sent += [(times, "all_gather", size), (times, "reduce_scatter", size), (0 if two_norms else times, "all_gather", size)]
+        sent += [(1, "all_reduce", 2 * norm) if two_norms else (times, "all_reduce", norm)]
+        sent += [(2 if config.bias else 0, "all_reduce", DIM)]  # of the output projection and of down
+    elif two_norms:
+        sent += [(1, "all_reduce", size + 2 * norm)]  # dx with the gradients of both norms' parameters
+    else:
+        sent += [(times, "all_reduce", size)]
+    if config.kv_heads < ranks:
+        rows = 2 * config.kv_heads * config.head_dim
+        sent += [(1, "all_reduce", rows * DIM), (1 if config.bias else 0, "all_reduce", rows)]
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("sp", [False, True], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_block_sends_what_its_formula_says(pool: Pool, config: ModelConfig, sp: bool, ranks: int) -> None:
+    forward = expected(*forward_of(config, sp)) if ranks > 1 else {}
+    backward = expected(*backward_of(config, sp, ranks)) if ranks > 1 else {}
+    for found in pool.run(ranks, run_block, config, sp):
+        assert found == [forward, backward, forward]
+
+
+def test_half_precision_halves_the_bytes_unless_sums_are_to_be_float32(pool: Pool) -> None:
+    half, mixed = {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    size = TOKENS * DIM
+    for found in pool.run(2, run_block, PRE, False, half):
+        assert found[:2] == [expected((2, "all_reduce", size), dtype="bfloat16")] * 2
+    for found in pool.run(2, run_block, PRE, False, mixed):
+        assert found[:2] == [expected((2, "all_reduce", size))] * 2
+    for found in pool.run(2, run_block, PRE, True, mixed):
+        gathers, sums = expected((2, "all_gather", size), dtype="bfloat16"), expected((2, "reduce_scatter", size))
+        assert found[0] == gathers | sums
+
+
+def test_tokens_that_do_not_divide_are_padded_to_the_longest_share_only(pool: Pool) -> None:
+    """3 * 6 = 18 tokens on 4 ranks: 5, 5, 4, 4 are sent as 5 each."""
+    for found in pool.run(4, run_block, PRE, True, None, 3):
+        assert found[:2] == [expected(*forward_of(PRE, True, 20)), expected(*backward_of(PRE, True, 4, 20))]
+
+
+# --- a whole model
+
+
+def run_decoder(group: TPGroup, config: ModelConfig, sp: bool, chunk: int) -> list[Any]:
+    """[forward with the loss, backward, gradient norm, clipping]"""
+    model = Decoder(config, group=group, sequence_parallel=sp, loss_chunk=chunk)
+    ids = torch.arange(TOKENS).view(BATCH, SEQ) % config.vocab_size
+    counts: list[Counter[Sent]] = []
+    with recorded(counts):
+        loss = model(ids, ids)
+    with recorded(counts):
+        loss.backward()
+    with recorded(counts):
+        grad_norm(model, model.group)
+    with recorded(counts):
+        clip_grad_norm_(model, 0.1, model.group)
+    return plain(counts)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_decoder_sends_what_its_blocks_send_and_little_more(pool: Pool, ranks: int) -> None:
+    """The embedding is reduced once, the loss is one gather of three numbers a token, the norm one number."""
+    size = TOKENS * DIM
+    for forward, backward, norm, clipping in pool.run(ranks, run_decoder, PRE, False, 1000):
+        assert forward == expected((2 * LAYERS + 1, "all_reduce", size), (1, "all_gather", 3 * TOKENS * ranks))
+        assert backward == expected((2 * LAYERS + 1, "all_reduce", size))
+        assert list(norm) == [("all_reduce", 1, "float64")] and list(norm.values()) == [1]
+        assert clipping == norm
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sequence_parallel_decoder(pool: Pool, ranks: int) -> None:
+    """With learned positions, whose table's gradient is summed, and tied embeddings."""
+    config = ModelConfig(**{**vars(PRE_BIASED), "position": Position.LEARNED, "tied_embeddings": True})
+    size = TOKENS * DIM
+    blocks_forward = [(LAYERS * times, kind, n) for times, kind, n in forward_of(config, True)]
+    blocks_backward = [(LAYERS * times, kind, n) for times, kind, n in backward_of(config, True, ranks)]
+    for forward, backward, norm, _ in pool.run(ranks, run_decoder, config, True, 1000):
+        outside = [(1, "reduce_scatter", size), (1, "all_gather", size), (1, "all_gather", 3 * TOKENS * ranks)]
+        assert forward == expected(*blocks_forward, *outside)
+        outside = [
+            (1, "all_gather", size),  # the embedding's dy
+            (1, "reduce_scatter", size),  # the head's dx
+            (1, "all_reduce", 2 * DIM),  # the final norm
+            (1, "all_reduce", config.max_seq_len * DIM),
+        ]
+        assert backward == expected(*blocks_backward, *outside)
+        assert list(norm.values()) == [1]
+
+
+def test_a_chunked_loss_gathers_three_numbers_a_token_in_all(pool: Pool) -> None:
+    for forward, *_ in pool.run(2, run_decoder, PRE, False, 4):
+        gathers = {key: n for key, n in forward.items() if key[0] == "all_gather"}
+        assert gathers == expected((3, "all_gather", 3 * 4 * 2))
+
+
+# --- teeth
+
+
+@contextmanager
+def reduced_twice() -> Iterator[None]:
+    reduce = RowParallelLinear.reduce
+
+    def twice(self: RowParallelLinear, leaves: Any) -> Tensor:
+        y = reduce(self, leaves)
+        return y + 0 * collectives.all_reduce(y.detach(), self.group)
+
+    with mock.patch.object(RowParallelLinear, "reduce", twice):
+        yield
+
+
+@contextmanager
+def branches_reduced_apart() -> Iterator[None]:
+    """A parallel block that sums attention and feed-forward over the ranks one after the other."""
+    leaves = RowParallelLinear.leaves
+
+    def reduced(self: RowParallelLinear, xs: Any) -> list[Tensor]:
+        return [self.reduce(leaves(self, xs))]
+
+    with mock.patch.object(RowParallelLinear, "leaves", reduced):
+        yield
+
+
+@pytest.mark.parametrize(("config", "plant"), [(PRE, reduced_twice), (PARALLEL, branches_reduced_apart)])
+def test_a_block_that_sends_too_much_is_found(pool: Pool, config: ModelConfig, plant: Any) -> None:
+    right = expected(*forward_of(config, False))
+    for found in pool.run(2, run_block, config, False, None, BATCH, plant):
+        assert found[0] != right
+        assert sum(found[0].values()) > sum(right.values())

@@ -1,0 +1,78 @@
+"""Batches as functions of their coordinates; the verdict of the comparison; what is drawn and written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.data import HELD_OUT, Corpus
+from launch.report import Trace, compare, plot
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus.standard_library()
+
+
+def test_batches_are_slices_of_the_global_batch(corpus: Corpus) -> None:
+    ids, labels = corpus.batch(32, 8, seed=1, step=7)
+    assert ids.shape == labels.shape == (8, 32)
+    assert torch.equal(ids[:, 1:], labels[:, :-1])
+    for rank in range(4):
+        part = corpus.batch(32, 8, seed=1, step=7, dp_rank=rank, dp_size=4)
+        assert torch.equal(part[0], ids[2 * rank : 2 * rank + 2]) and torch.equal(part[1], labels[2 * rank : 2 * rank + 2])
+    for other in (corpus.batch(32, 8, seed=1, step=8), corpus.batch(32, 8, seed=2, step=7)):
+        assert not torch.equal(other[0], ids)
+    with pytest.raises(ValueError, match="batch of 8 .* 3 data-parallel"):
+        corpus.batch(32, 8, seed=1, step=7, dp_size=3)
+
+
+def test_the_text_is_pythons_and_the_held_out_part_is_apart(corpus: Corpus) -> None:
+    train, validation = corpus.train.tobytes(), corpus.validation.tobytes()
+    assert b"import" in train and len(train) > 10 * len(validation) / 2
+    assert not set(train.split(b"\0")) & {text for text in validation.split(b"\0") if len(text) > 1000}
+    assert corpus.fingerprint() == Corpus.standard_library().fingerprint()
+    batches = corpus.validation_batches(32, 2, 5)
+    assert len(batches) == 5 and batches[0][0].shape == (2, 32)
+    with pytest.raises(ValueError, match="do not fit"):
+        corpus.check(len(validation))
+
+
+def test_a_folder_without_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    for i in range(HELD_OUT):
+        (tmp_path / "site-packages" / f"{i}.py").write_text("x")
+    with pytest.raises(ValueError, match="holds 0 Python source files"):
+        Corpus.standard_library(tmp_path)
+
+
+def trace(*losses: float) -> Trace:
+    return Trace([torch.tensor(loss) for loss in losses], [torch.tensor(1.0) for _ in losses])
+
+
+def test_the_comparison_finds_what_differs() -> None:
+    weights = {"a": torch.ones(4), "b": torch.ones(4)}
+    same = compare(trace(4, 3, 2, 1), weights, trace(4, 3, 2, 1), weights, "float32")
+    assert same.equal and len(same.differences) == 5
+    early = compare(trace(4, 3.001, 2, 1), weights, trace(4, 3, 2, 1), weights, "float32")
+    assert [d.equal for d in early.differences] == [False, True, True, True, True]
+    assert early.differences[0].where == "step 2"
+    assert early.differences[0].absolute == pytest.approx(1e-3, rel=1e-3)
+    off = {"a": torch.ones(4), "b": torch.ones(4) * 1.05}
+    apart = compare(trace(4, 3, 2, 1), off, trace(4, 3, 2, 1), weights, "float32")
+    assert not apart.equal and apart.differences[-1].where == "b"
+    assert apart.differences[-1].relative == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_loss_that_is_no_number_differs(at: int) -> None:
+    values = [4.0, 3.0, 2.0, 1.0]
+    values[at] = float("nan")
+    assert not compare(trace(*values), {}, trace(4, 3, 2, 1), {}, "float32").equal
+
+
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    plot({"training": [(1, 3.0), (2, 2.0)], "validation": []}, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

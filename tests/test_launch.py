@@ -1,0 +1,248 @@
+"""The programs as their users start them: what a run leaves behind, and how it ends when something is wrong.
+
+Every failure must end all processes in a bounded time, with an exit code other than zero and a message that names the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import environment
+from launch.train import TrainConfig
+from parallel.checkpoint import load_checkpoint
+from parallel.group import single_device
+from tpblock import Decoder
+
+ROOT = Path(__file__).parents[1]
+TINY = shlex.split("--dim 32 --layers 1 --heads 2 --kv-heads 1 --batch 2 --seq-len 16 --validation-batches 1 --device cpu")
+# No run here takes longer than this by itself; the time of the tests is mostly that of importing torch.
+BOUND = 180.0
+
+FAULTY = """
+import os, signal, sys, time
+from pathlib import Path
+import launch.train
+
+rank = os.environ["RANK"]
+Path(f"pid{rank}").write_text(str(os.getpid()))
+plain = launch.train.Trainer.step
+
+def step(self, number):
+    if rank == "1" and number == 5:
+        FAULT
+    return plain(self, number)
+
+def fail(*_):
+    raise ValueError("planted in forward")
+
+launch.train.Trainer.step = step
+launch.train.main()
+"""
+
+
+@dataclass
+class Ended:
+    code: int
+    output: str
+    errors: str
+    seconds: float
+
+
+def start(command: list[str], cwd: Path, timeout: float = BOUND) -> Ended:
+    """Runs a command in a session of its own and kills all of it if it does not end."""
+    outer = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
+    env = {**outer, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        pytest.fail(f"{command} did not end in {timeout} s\n{output}\n{errors}")
+    return Ended(process.returncode, output, errors, time.monotonic() - began)
+
+
+def python(*arguments: str, cwd: Path) -> Ended:
+    return start([sys.executable, *arguments], cwd)
+
+
+def torchrun(ranks: int, *arguments: str, cwd: Path) -> Ended:
+    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments, cwd=cwd)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run; fails if one is no JSON."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(folder) if "loss" in line}
+
+
+def weights(checkpoint: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, loaded on a single device, with its optimizer."""
+    model = Decoder(config.model(), group=single_device(), seed=None)
+    extra = load_checkpoint(checkpoint, model, single_device(), torch.optim.AdamW(model.parameters()))
+    assert checkpoint.name == f"step-{extra['steps']}"
+    return model.state_dict()
+
+
+def faulty(fault: str, cwd: Path) -> Ended:
+    """A run of two ranks that goes wrong on rank 1 at its sixth step."""
+    (cwd / "faulty.py").write_text(FAULTY.replace("FAULT", fault))
+    ended = torchrun(
+        2, "faulty.py", *TINY, "--steps", "1000", "--checkpoint-every", "2", "--timeout", "8", "--out", "run", cwd=cwd
+    )
+    assert ended.code != 0
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((cwd / f"pid{rank}").read_text()), 0)
+    # Metrics and the last checkpoint are whole.
+    assert list(losses(cwd / "run")) == [1, 2, 3, 4, 5]
+    config = TrainConfig(dim=32, layers=1, heads=2, kv_heads=1, seq_len=16)
+    assert sorted(path.name for path in (cwd / "run" / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert all(weight.isfinite().all() for weight in weights(cwd / "run" / "checkpoints" / "step-4", config).values())
+    return ended
+
+
+def test_c86_a_rank_that_raises_takes_the_others_down(tmp_path: Path) -> None:
+    ended = faulty("self.model.stack.register_forward_pre_hook(fail)", tmp_path)
+    assert "\nrank 1: ValueError: planted in forward\n" in ended.errors
+    assert "Traceback" in ended.errors.split("rank 1: ValueError")[0]
+    root_cause = ended.errors.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause and "planted in forward" in root_cause
+    assert ended.seconds < 90
+
+
+def test_a_killed_rank_takes_the_others_down(tmp_path: Path) -> None:
+    ended = faulty("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    root_cause = ended.errors.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause and "SIGKILL" in root_cause
+    assert ended.seconds < 90
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
+    ended = faulty("time.sleep(600)", tmp_path)
+    assert re.search(r"^rank 0: lost touch with another rank: .*8000 ?ms", ended.errors, re.MULTILINE)
+    assert ended.seconds < 90
+
+
+def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(600)\nimport launch.train\nlaunch.train.main()\n"
+    )
+    ended = torchrun(2, "late.py", *TINY, "--timeout", "4", cwd=tmp_path)
+    assert ended.code != 0
+    assert "rank 0: lost touch with another rank: gave up after 4 s waiting for rank 1 to tell its settings" in ended.errors
+
+
+def test_ranks_with_other_settings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "differ.py").write_text(
+        "import os, sys\nif os.environ['RANK'] == '1':\n    sys.argv += ['--lr', '0.5', '--layers', '2']\n"
+        "import launch.train\nlaunch.train.main()\n"
+    )
+    ended = torchrun(2, "differ.py", *TINY, "--out", "run", cwd=tmp_path)
+    assert ended.code != 0
+    message = (
+        "error: the ranks differ in their settings. rank 1: layers is 2, on rank 0 it is 1; lr is 0.5, on rank 0 it is 0.003"
+    )
+    assert ended.errors.splitlines()[0] == message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "3"], "--tp 3 does not divide the 2 ranks that were started"),
+        (["--tp", "1"], "2 ranks with --tp 1 would be 2 data-parallel replicas"),
+        (["--heads", "1", "--kv-heads", "1"], "1 query heads cannot be dealt over 2 tensor-parallel ranks"),
+    ],
+)
+def test_wrong_sizes_are_one_line_from_one_rank(options: list[str], message: str, tmp_path: Path) -> None:
+    ended = torchrun(2, "-m", "launch.train", *TINY, *options, cwd=tmp_path)
+    assert ended.code != 0
+    assert ended.output == ""
+    assert ended.errors.splitlines()[0].startswith(f"error: {message}")
+    assert ended.errors.count("error: ") == 1
+    assert "launch/train.py" not in ended.errors.replace("-m launch.train", "")  # no traceback of ours
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_torchrun_the_command_is_told(tmp_path: Path) -> None:
+    ended = python("-m", "launch.train", "--steps", "3", "--out", "a b", cwd=tmp_path)
+    assert (ended.code, ended.output) == (2, "")
+    command = "torchrun --nproc-per-node 2 -m launch.train --steps 3 --out 'a b'"
+    assert ended.errors == f"error: not started by torchrun. Start it as: {command} (or on a single device: --tp 1)\n"
+    ended = python("-m", "launch.cli", "train", "--tp", "4", cwd=tmp_path)
+    assert "torchrun --nproc-per-node 4 --no-python tpblock train --tp 4 (or" in ended.errors
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert environment.choose_device("auto", 1, 2) == torch.device("cuda", 1)
+    assert environment.choose_device("auto", 1, 3) == torch.device("cpu")
+    assert environment.choose_device("cpu", 1, 2) == torch.device("cpu")
+    with pytest.raises(ValueError, match="a GPU for each of the 3 ranks of this host, it has 2"):
+        environment.choose_device("cuda", 1, 3)
+
+
+def test_c12_two_ranks_equal_one_device_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    options = [*TINY, "--steps", "4", "--checkpoint-every", "2", "--validate-every", "2", "--dropout", "0.3"]
+    first = torchrun(2, "-m", "launch.train", *options, cwd=tmp_path)
+    assert first.code == 0, first.errors
+    assert "2 ranks against a single device, steps 1 to 4" in first.output
+    assert first.output.count(" equal ") == 5 and "DIFFERS" not in first.output
+    run = tmp_path / "runs" / "1"
+    lines = metrics(run)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 2, 4]
+    assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4]
+    assert all(d["equal"] and d["relative"] < 1e-3 for d in lines[-1]["comparison"])
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((run / "config.json").read_text())["dropout"] == 0.3
+
+    resumed = torchrun(2, "-m", "launch.train", *options, "--resume", "runs/1/checkpoints/step-2", cwd=tmp_path)
+    assert resumed.code == 0, resumed.errors
+    assert "steps 3 to 4" in resumed.output and "DIFFERS" not in resumed.output
+    uninterrupted = losses(run)
+    assert losses(tmp_path / "runs" / "2") == {step: uninterrupted[step] for step in (3, 4)}
+    config = TrainConfig(dim=32, layers=1, heads=2, kv_heads=1, seq_len=16)
+    once, twice = (weights(tmp_path / "runs" / number / "checkpoints" / "step-4", config) for number in "12")
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def test_a_single_device_needs_no_torchrun_and_a_run_needs_a_folder(tmp_path: Path) -> None:
+    options = [*TINY, "--tp", "1", "--steps", "2", "--out", "run", "--log-every", "2", "--sequence-parallel"]
+    ended = python("-m", "launch.cli", "train", *options, cwd=tmp_path)
+    assert ended.code == 0, ended.errors
+    assert list(losses(tmp_path / "run")) == [2]
+    assert {d["relative"] for d in metrics(tmp_path / "run")[-1]["comparison"]} == {0.0}
+    again = python("-m", "launch.train", *options, cwd=tmp_path)
+    assert again.code == 2
+    assert again.errors == "error: --out run is there already and not empty: a run needs a folder of its own\n"
+
+
+def test_help() -> None:
+    listed = python("-m", "launch.cli", "--help", cwd=ROOT)
+    assert listed.code == 0 and re.search(r"^  train  train a small model", listed.output, re.MULTILINE)
+    unknown = python("-m", "launch.cli", "trian", cwd=ROOT)
+    assert unknown.code != 0 and "unknown command 'trian'" in unknown.errors
+    options = python("-m", "launch.cli", "train", "--help", cwd=ROOT)
+    assert options.code == 0
+    for text in ("usage: tpblock train", "--seq-len INT", "Bytes a sequence", "--timeout FLOAT", "--tp {None}|INT"):
+        assert text in options.output
