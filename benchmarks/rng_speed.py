@@ -72,6 +72,7 @@ def rows() -> list[Row]:
         normal_row("normal_ [2048, 2048] by rows", column_layout((2048, 2048), [Part.even("all", 2048, 1)])),
         normal_row("normal_ [2048, 2048] by columns", row_layout((2048, 2048), [Part.even("all", 2048, 1)])),
         normal_row("normal_ [8192, 512] by columns", row_layout((8192, 512), [Part.even("all", 512, 1)])),
+        normal_row("normal_ [512, 4096] by columns", row_layout((512, 4096), [Part.even("all", 4096, 1)])),
         normal_row("normal_ [2048, 2048] by rows", column_layout((2048, 2048), [Part.even("all", 2048, 1)]), torch.bfloat16),
         dropout_row((2048, 1024)),
         dropout_row((2048, 1024), torch.bfloat16),

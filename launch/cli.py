@@ -14,6 +14,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("launch.train", "train a small model with tensor parallelism and compare it with the single device"),
+    "verify": Command("launch.verify", "run a model on several ranks and compare every number with the single device"),
 }
 
 

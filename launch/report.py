@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -58,24 +59,22 @@ class Comparison:
 
 
 def compare(
-    ours: Trace, our_weights: dict[str, Tensor], single: Trace, single_weights: dict[str, Tensor], dtype: str
+    ours: Trace, our_weights: dict[str, Tensor], single: Trace, single_weights: dict[str, Tensor], dtype: str, first: int = 0
 ) -> Comparison:
-    """Loss and gradient norm step by step, and the weights after the last step, of two runs."""
+    """Loss and gradient norm step by step, and the weights after the last step, of two runs that began after step ``first``."""
     early, late = TOLERANCES[dtype]
     steps = len(single.losses)
+    spans = [(min(EARLY_STEPS, steps), early), (steps, late)][: 2 if steps > EARLY_STEPS else 1]
     differences = []
-    for quantity, a, b in (("loss", ours.losses, single.losses), ("gradient norm", ours.norms, single.norms)):
+    for quantity, a, b in (("loss", ours.losses, single.losses), ("grad norm", ours.norms, single.norms)):
         expected = torch.stack(b).double().cpu()
         absolute = (torch.stack(a).double().cpu() - expected).abs()
         relative = absolute / expected.abs()
-        for count, tolerance in ((min(EARLY_STEPS, steps), early), (steps, late)):
+        for count, tolerance in spans:
             at = int(relative[:count].argmax())
-            name = f"{quantity}, first {count} steps" if count < steps or steps <= EARLY_STEPS else f"{quantity}, all {steps}"
-            differences.append(
-                Difference(name, absolute[:count].max().item(), relative[at].item(), f"step {at + 1}", tolerance)
-            )
-            if steps <= EARLY_STEPS:
-                break
+            name = f"{quantity}, steps {first + 1}-{first + count}"
+            where = f"step {first + at + 1}"
+            differences.append(Difference(name, absolute[:count].max().item(), relative[at].item(), where, tolerance))
     worst = Difference("weights at the end", 0.0, 0.0, "none", late)
     for name, weight in single_weights.items():
         change = our_weights[name].double().cpu() - weight.double().cpu()
@@ -112,12 +111,9 @@ class Reporter:
             self.file.close()
 
     def start(self, config: dict[str, Any], parameters: int, ranks: int) -> None:
-        where = (
-            f"{ranks} tensor-parallel ranks on {self.device.type}" if ranks > 1 else f"a single device ({self.device.type})"
-        )
-        self.console.print(
-            f"{parameters:,} parameters, {config['dtype']}, {where}, {self.tokens:,} tokens a step -> {self.folder}"
-        )
+        where = f"{ranks} tensor-parallel ranks ({self.device.type})" if ranks > 1 else f"a single device ({self.device.type})"
+        self.console.print(f"{parameters:,} parameters in {config['dtype']} on {where}")
+        self.console.print(f"{config['steps']:,} steps of {self.tokens:,} tokens, kept in {self.folder}")
 
     def steps(self, what: str, first: int) -> Iterator[int]:
         """The numbers of the steps to take, shown as progress."""
@@ -160,16 +156,19 @@ class Reporter:
         self.curves["validation"].append((step, loss))
         self.console.print(f"step {step:>{len(str(self.total))}}/{self.total}  validation loss {loss:.3f}")
 
-    def comparison(self, comparison: Comparison, ranks: int, first: int) -> None:
+    def comparison(self, comparison: Comparison, ranks: int) -> None:
         """The table, and its numbers as the last line of metrics.jsonl."""
         self._write({"comparison": [{**vars(d), "equal": d.equal} for d in comparison.differences]})
         self.progress.stop()
-        table = Table(title=f"{ranks} ranks against a single device, steps {first + 1} to {self.total}", title_justify="left")
-        for heading in ("largest difference in", "absolute", "relative", "at", "allowed", ""):
-            table.add_column(heading, justify="right" if heading in ("absolute", "relative", "allowed") else "left")
+        table = Table(title=f"{ranks} ranks against a single device", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for heading in ("largest difference in", "absolute", "relative", "allowed", "at", ""):
+            table.add_column(
+                heading, justify="right" if heading in ("absolute", "relative", "allowed") else "left", no_wrap=True
+            )
         for d in comparison.differences:
             verdict = "equal" if d.equal else "DIFFERS"
-            table.add_row(d.quantity, f"{d.absolute:.1e}", f"{d.relative:.1e}", d.where, f"{d.tolerance:.0e}", verdict)
+            where = d.where if len(d.where) <= 16 else "..." + d.where[-13:]
+            table.add_row(d.quantity, f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}", where, verdict)
         self.console.print(table)
 
     def finish(self) -> None:

@@ -218,8 +218,9 @@ def train(config: TrainConfig, env: Environment) -> None:
                 single.resume(config.resume)
             for step in reporter.steps("single device", single.first_step):
                 single.step(step)
-            comparison = compare(trainer.trace, weights, single.trace, gather_state(single.model, single.group), config.dtype)
-            reporter.comparison(comparison, env.group.size, trainer.first_step)
+            single_weights = gather_state(single.model, single.group)
+            comparison = compare(trainer.trace, weights, single.trace, single_weights, config.dtype, trainer.first_step)
+            reporter.comparison(comparison, env.group.size)
         reporter.finish()
     if config.compare and not comparison.equal:
         raise UserError(f"the run on {env.group.size} ranks differs from the single device by more than rounding explains")

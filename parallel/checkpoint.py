@@ -11,6 +11,8 @@ which knows only torch.chunk's even split, :class:`_ShardOfGlobal` is another, w
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ class _ShardOfGlobal(Tensor):
         self.local, self.cut, self.rank = local, layout, rank
         return self
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self.cut.shape)
         return shape if dim is None else shape[dim]
 
@@ -56,7 +58,9 @@ class _ShardOfGlobal(Tensor):
         properties = TensorProperties.create_from_tensor(self.local)
         chunks = [self._chunk(piece) for piece in self.cut.owned(self.rank)]
         return [
-            WriteItem(MetadataIndex(fqn, c.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(c, properties, self.size()))
+            WriteItem(
+                MetadataIndex(fqn, c.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(c, properties, self.size())
+            )
             for c in chunks
         ]
 
@@ -66,9 +70,11 @@ class _ShardOfGlobal(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         dim = self.cut.dim
         assert dim is not None and index.offset is not None
-        pieces = self.cut.pieces(self.rank)
-        # A loading rank names one of its pieces; a writing one the first that starts at the offset.
-        piece = pieces[index.index] if index.index is not None else next(p for p in pieces if p.start == index.offset[dim])
+        pieces, start, at = self.cut.pieces(self.rank), index.offset[dim], index.index
+        # A loading rank gives the place among its own pieces, a writing one a place among all ranks' chunks.
+        if at is None or at >= len(pieces) or pieces[at].start != start:
+            at = next(i for i, piece in enumerate(pieces) if piece.start == start)
+        piece = pieces[at]
         return self.local.narrow(dim, piece.local, piece.length)
 
 
@@ -93,8 +99,10 @@ def save_checkpoint(
         RuntimeError: on every rank, if writing fails on any (a full disk, say).
     """
     path = Path(path)
-    _agree(path.exists(), group, f"the checkpoint {path} exists already")
     partial = path.with_name(path.name + ".partial")
+    if group.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left, perhaps of more ranks
+    _agree(path.exists(), group, f"the checkpoint {path} exists already")
     state: dict[str, Any] = {}
     for name, parameter, layout in named_layouts(model):
         state[name] = _as_stored(parameter.detach(), layout, group)
@@ -150,7 +158,10 @@ def load_checkpoint(
         for (_, parameter, _), local in zip(entries, weights, strict=True):
             parameter.copy_(local)
     if optimizer:
-        optimizer.state.update(moments)
+        for parameter, restored in moments.items():
+            optimizer.state.pop(parameter, None)
+            if restored:
+                optimizer.state[parameter] = restored
     return json.loads((path / "extra.json").read_text())
 
 
@@ -183,7 +194,9 @@ def _agree(failed: bool, group: TPGroup, message: str, kind: type[Exception] = V
 
 def _run(action: Any, what: str) -> None:
     try:
-        action()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single device is no mistake
+            action()
     except CheckpointException as error:  # a BaseException, which the caller's `except Exception` would miss
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise RuntimeError(f"{what} failed: {reasons}") from error

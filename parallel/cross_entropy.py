@@ -77,8 +77,8 @@ class TokenLoss:
         return p, torch.stack(statistics)
 
     def merge(self, statistics: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """All shards' statistics [shards, 3 or 4, T] -> every token's loss [T] and, for each shard, the factor of its softmax in
-        the gradient [shards, T]: (1 + 2 c lse) times its share of the probability."""
+        """All shards' statistics [shards, 3 or 4, T] -> every token's loss [T] and, by shard, the factor of its softmax in the
+        gradient [shards, T], (1 + 2 c lse) times the shard's share of the probability."""
         tops, exp_sums, label_logits, *shifted_sums = statistics.unbind(1)
         top = tops.amax(0)
         exp_sums = exp_sums * (tops - top).exp()

@@ -260,6 +260,7 @@ def load_at(group: TPGroup, config: ModelConfig, path: Path) -> tuple[dict[str, 
     """The state as loaded into a model with other values, and after three steps more."""
     model = decoder(config, group, seed=99)
     optimizer = make_optimizer(model)
+    train(model, optimizer, range(7, 8))  # what is there is replaced
     extra = load_checkpoint(path, model, group, optimizer)
     assert extra == {"step": 3, "data": [1, 2.5, None, "x"]}
     loaded = everything(model, optimizer, group)
@@ -313,6 +314,29 @@ def test_checkpoints_keep_every_bit_of_half_precision(pool: Pool, tmp_path: Path
             for name, value in expected.items():
                 assert torch.equal(loaded[name].view(-1).view(torch.int16), value.view(-1).view(torch.int16)), name
     assert sorted(item.name for item in path.parent.iterdir()) == ["checkpoint"]
+
+
+def frozen_norm(group: TPGroup, path: Path) -> None:
+    """A parameter that is not trained has no optimizer state, before and after."""
+
+    def build() -> tuple[Decoder, torch.optim.AdamW]:
+        model = decoder(CONFIGS["llama"], group)
+        model.stack.norm.requires_grad_(False)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    model, optimizer = build()
+    train(model, optimizer, range(1))
+    save_checkpoint(path, model, group, optimizer)
+    again, other = build()
+    load_checkpoint(path, again, group, other)
+    assert same(everything(again, other, group), everything(model, optimizer, group))
+    states = [o.state_dict()["state"] for o in (optimizer, other)]
+    assert states[0].keys() == states[1].keys()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_that_are_not_trained(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    pool.run(ranks, frozen_norm, tmp_path / "checkpoint")
 
 
 def change_config(config: ModelConfig, **change: Any) -> ModelConfig:

