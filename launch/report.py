@@ -61,7 +61,7 @@ class Comparison:
 def compare(
     ours: Trace, our_weights: dict[str, Tensor], single: Trace, single_weights: dict[str, Tensor], dtype: str, first: int = 0
 ) -> Comparison:
-    """Loss and gradient norm step by step, and the weights after the last step, of two runs that began after step ``first``."""
+    """Loss and gradient norm step by step, and the weights after the last step, of two runs from step ``first`` on."""
     early, late = TOLERANCES[dtype]
     steps = len(single.losses)
     spans = [(min(EARLY_STEPS, steps), early), (steps, late)][: 2 if steps > EARLY_STEPS else 1]
@@ -160,15 +160,16 @@ class Reporter:
         """The table, and its numbers as the last line of metrics.jsonl."""
         self._write({"comparison": [{**vars(d), "equal": d.equal} for d in comparison.differences]})
         self.progress.stop()
-        table = Table(title=f"{ranks} ranks against a single device", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for heading in ("largest difference in", "absolute", "relative", "allowed", "at", ""):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for heading in ("largest difference", "absolute", "relative", "allowed", "at", ""):
             table.add_column(
                 heading, justify="right" if heading in ("absolute", "relative", "allowed") else "left", no_wrap=True
             )
         for d in comparison.differences:
             verdict = "equal" if d.equal else "DIFFERS"
-            where = d.where if len(d.where) <= 16 else "..." + d.where[-13:]
+            where = d.where if len(d.where) <= 14 else "..." + d.where[-11:]
             table.add_row(d.quantity, f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}", where, verdict)
+        self.console.print(f"{ranks} ranks against a single device:" if ranks > 1 else "a single device against itself:")
         self.console.print(table)
 
     def finish(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from launch.data import VOCABULARY, Corpus
 from launch.environment import Environment, Options, UserError, launch, parse
-from launch.report import Reporter, Trace, compare
+from launch.report import TOLERANCES, Reporter, Trace, compare
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
@@ -49,9 +49,11 @@ class TrainConfig(Options):
     """Probability of dropout after each sublayer. Its masks do not depend on the number of ranks."""
     sequence_parallel: bool = False
     """Cut the activations between the sharded regions along their tokens as well."""
+    virtual_shards: int | None = None
+    """Invariant mode: cut the model into that many shards, and compute the same bytes on every number of ranks up to it."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number format of parameters and activations. float64 compares best with the single device, bfloat16 worst."""
-    steps: int = 400
+    steps: int = 300
     """Optimizer steps."""
     batch: int = 8
     """Sequences a step, over all ranks."""
@@ -131,6 +133,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config, dtype = self.config, getattr(torch, self.config.dtype)
+        self.group = self.group.with_virtual_shards(config.virtual_shards)
         self.model = Decoder(
             config.model(),
             group=self.group,
@@ -206,13 +209,13 @@ def train(config: TrainConfig, env: Environment) -> None:
     with Reporter(folder, config.steps, tokens, enabled=env.is_main, device=env.device) as reporter:
         reporter.start(asdict(config), trainer.model.config.parameters(), env.group.size)
         run(trainer, folder, reporter)
-        weights = gather_state(trainer.model, env.group) if config.compare else {}
+        weights = gather_state(trainer.model, trainer.group) if config.compare else {}
         env.close()  # the comparison is the business of rank 0 alone, nobody waits for it
         if not env.is_main:
             return
         if config.compare:
-            # The cores of the ranks that have finished are free.
-            torch.set_num_threads(torch.get_num_threads() * env.local_world)
+            if not config.virtual_shards:  # The cores of the ranks that have finished are free.
+                torch.set_num_threads(torch.get_num_threads() * env.local_world)
             single = Trainer(config, single_device(), env.device, corpus)
             if config.resume:
                 single.resume(config.resume)

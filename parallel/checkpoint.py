@@ -1,8 +1,8 @@
 """Sharded checkpoints that any number of ranks can load, through torch.distributed.checkpoint.
 
-A checkpoint is a folder of that format plus ``extra.json``. Every cut tensor is stored under its global shape, each rank writing
-the pieces that it is the first to hold; a loading rank reads the pieces that it holds, whatever the cut was when saved. Optimizer
-state is stored as ``optimizer.<parameter>.<key>`` and cut like its parameter.
+A checkpoint is a folder of that format plus ``extra.json``. Every cut tensor is stored under its global shape, each rank
+writing the pieces that it is the first to hold; a loading rank reads the pieces that it holds, whatever the cut was when saved.
+Optimizer state is stored as ``optimizer.<parameter>.<key>`` and cut like its parameter.
 
 torch asks a tensor for its chunks through three methods (torch/distributed/_checkpointable.py); DTensor is one answer to them,
 which knows only torch.chunk's even split, :class:`_ShardOfGlobal` is another, which asks the Layout.
@@ -129,8 +129,8 @@ def load_checkpoint(
         the ``extra`` that was saved.
 
     Raises:
-        ValueError: on every rank and with the model unchanged, if there is no complete checkpoint at ``path``, or if a tensor is
-            missing, unknown, or of another shape or dtype; it names them.
+        ValueError: on every rank and with the model unchanged, if there is no complete checkpoint at ``path``, or if a tensor
+            is missing, unknown, or of another shape or dtype; it names them.
         RuntimeError: on every rank, if reading fails.
     """
     path = Path(path)

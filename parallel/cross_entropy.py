@@ -66,15 +66,14 @@ class TokenLoss:
     def local(self, z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, V_r], labels [T] -> softmax(z) over the shard's columns, and its statistics [3 or 4, T]."""
         column, absent = self._place(labels)
-        p = _softmax(z)
-        top = z.amax(-1).to(p.dtype)
+        dtype = torch.promote_types(z.dtype, torch.float32)
+        top = z.amax(-1).to(dtype)
         only_inf = top == -math.inf  # softmax gives nan, but other shards' columns may well be finite
+        label_logit = z.gather(-1, column).to(dtype).masked_fill(absent, 0).squeeze(-1)
+        shifted_sum = [(z - top.masked_fill(only_inf, 0).unsqueeze(-1)).sum(-1)] if self.label_smoothing else []
+        p = torch.softmax(z, -1, dtype=dtype)
         exp_sum = p.amax(-1).reciprocal().masked_fill(only_inf, 0)  # the largest is exp(m_r - m_r) / S_r
-        label_logit = z.gather(-1, column).to(p.dtype).masked_fill(absent, 0).squeeze(-1)
-        statistics = [top, exp_sum, label_logit]
-        if self.label_smoothing:
-            statistics.append((z - top.masked_fill(only_inf, 0).unsqueeze(-1)).sum(-1))
-        return p, torch.stack(statistics)
+        return p, torch.stack([top, exp_sum, label_logit, *shifted_sum])
 
     def merge(self, statistics: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """All shards' statistics [shards, 3 or 4, T] -> every token's loss [T] and, by shard, the factor of its softmax in the
@@ -148,13 +147,10 @@ class DenseCrossEntropy(Function):
         for loss, shard, factor in zip(ctx.losses, _by_shard(z, -1, ctx.losses, ctx.group), factors, strict=True):
             dz = torch.empty_like(shard)
             for rows in _blocks(shard):
-                loss.logit_gradient(_softmax(shard[rows]), factor[rows], labels[rows], grad[rows], dz[rows])
+                p = torch.softmax(shard[rows], -1, dtype=factor.dtype)
+                loss.logit_gradient(p, factor[rows], labels[rows], grad[rows], dz[rows])
             dzs.append(dz)
         return _join(dzs, -1), None, None, None
-
-
-def _softmax(z: Tensor) -> Tensor:
-    return torch.softmax(z, -1, dtype=torch.promote_types(z.dtype, torch.float32))
 
 
 def _blocks(z: Tensor) -> list[slice]:
@@ -194,28 +190,30 @@ class LinearCrossEntropy(Function):
         dxs = [torch.empty_like(full) if need_dx else None for _ in losses]
         dws: list[Tensor | None] = [None] * len(losses)
         dbs: list[Tensor | None] = [None] * len(losses)
-        token_losses = []
-        for at in range(0, max(full.shape[0], 1), chunk):
+
+        def losses_of(at: int) -> Tensor:
+            """The losses of the tokens of one chunk; adds their gradients. A function, so that no logits outlive it."""
             rows, y = full[at : at + chunk], labels[at : at + chunk]
             if group.invariant:
                 rows = aligned(rows)
             zs = [F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)]
             ps, statistics = zip(*(loss.local(z, y) for loss, z in zip(losses, zs, strict=True)), strict=True)
-            chunk_losses, factors = _merge(losses, statistics, y, group)
-            token_losses.append(chunk_losses)
-            if not any(needs):
-                continue
-            for i, loss in enumerate(losses):
-                dz = loss.logit_gradient(ps[i], factors[i], y, None, zs[i])
-                if (dx := dxs[i]) is not None:
-                    dx[at : at + chunk] = dz.matmul(weights[i])
-                if need_dw:
-                    dws[i] = _accumulate(dws[i], dz.t().matmul(rows))
-                if need_db:
-                    dbs[i] = _accumulate(dbs[i], dz.sum(0))
+            token_losses, factors = _merge(losses, statistics, y, group)
+            if any(needs):
+                for i, loss in enumerate(losses):
+                    dz = loss.logit_gradient(ps[i], factors[i], y, None, zs[i])
+                    if (dx := dxs[i]) is not None:
+                        dx[at : at + chunk] = dz.matmul(weights[i])
+                    if need_dw:
+                        dws[i] = _accumulate(dws[i], dz.t().matmul(rows))
+                    if need_db:
+                        dbs[i] = _accumulate(dbs[i], dz.sum(0))
+            return token_losses
+
+        total = torch.cat([losses_of(at) for at in range(0, max(full.shape[0], 1), chunk)]).sum()
         ctx.save_for_backward(*dxs, *dws, *dbs)
         ctx.needs, ctx.group, ctx.counts, ctx.reduce_dtype, ctx.dtype = needs, group, counts, reduce_dtype, full.dtype
-        return torch.cat(token_losses).sum()
+        return total
 
     @staticmethod
     @once_differentiable

@@ -38,6 +38,8 @@ class TPGroup:
             raise ValueError(f"rank {self.rank} is outside a tensor-parallel group of size {self.size}")
         if self.size > 1 and self.process_group is None:
             raise ValueError(f"a tensor-parallel group of size {self.size} needs a process group")
+        if self.virtual_shards is not None and self.virtual_shards < 1:
+            raise ValueError(f"there must be at least one virtual shard, not {self.virtual_shards} virtual shards")
         if self.virtual_shards is not None and self.virtual_shards < self.size:
             raise ValueError(f"{self.virtual_shards} virtual shards cannot be dealt over {self.size} ranks, one would own none")
 

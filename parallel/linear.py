@@ -247,8 +247,10 @@ class ColumnParallelLinear(nn.Module):
         return x
 
     def _parameters_of_holders(self) -> tuple[Tensor, Tensor | None]:
-        weight = sum_over_holders(self.weight, self.layouts["weight"], self.group)
-        return weight, None if self.bias is None else sum_over_holders(self.bias, self.layouts["bias"], self.group)
+        weight = sum_over_holders(self.weight, self.layouts["weight"], self.group, self.reduce_dtype)
+        if self.bias is None:
+            return weight, None
+        return weight, sum_over_holders(self.bias, self.layouts["bias"], self.group, self.reduce_dtype)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The local parts of an output [..., O_r], in order, as views."""
@@ -357,8 +359,8 @@ class RowParallelLinear(nn.Module):
             return y
         if self.group.invariant:
             tokens = tokens if self.sequence_parallel else None
-            return by_token_shard(torch.add, [y], [self.bias], group=self.group, tokens=tokens)
-        bias = copy_to_ranks(self.bias, self.group) if self.sequence_parallel else self.bias
+            return by_token_shard(torch.add, [y], [self.bias], group=self.group, tokens=tokens, reduce_dtype=self.reduce_dtype)
+        bias = copy_to_ranks(self.bias, self.group, self.reduce_dtype) if self.sequence_parallel else self.bias
         return y + bias.to(y.dtype)  # autocast leaves sums alone, and would make y float32 here
 
     def forward(self, x: Tensor) -> Tensor:

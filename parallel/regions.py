@@ -181,18 +181,19 @@ class _MergeTokens(Function):
 
 class _SumOverHolders(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
+    def forward(ctx: Any, x: Tensor, layout: Layout, group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.layout, ctx.group, ctx.reduce_dtype = layout, group, reduce_dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         layout, group = ctx.layout, ctx.group
+        wire = grad if ctx.reduce_dtype is None else grad.to(ctx.reduce_dtype)
         if group.invariant:
-            summed = tree.all_reduce([shared_rows(grad, layout, p) for p in layout.pieces_by_shard(group.rank)], group)
+            summed = tree.all_reduce([shared_rows(wire, layout, p) for p in layout.pieces_by_shard(group.rank)], group)
         else:
-            summed = collectives.all_reduce(shared_rows(grad, layout, layout.pieces(group.rank)), group)
-        return replace_shared_rows(grad, summed, layout, group), None, None
+            summed = collectives.all_reduce(shared_rows(wire, layout, layout.pieces(group.rank)), group)
+        return replace_shared_rows(grad, summed.to(grad.dtype), layout, group), None, None, None
 
 
 def shared_rows(local: Tensor, layout: Layout, pieces: Sequence[Piece]) -> Tensor:
@@ -222,9 +223,7 @@ def _shared_places(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[Pi
             yield piece, slice(start, start + piece.length)
 
 
-def copies_for_ranks(
-    tensors: Sequence[Tensor], group: TPGroup, reduce_dtype: torch.dtype | None = None
-) -> tuple[Tensor, ...]:
+def copies_for_ranks(tensors: Sequence[Tensor], group: TPGroup, reduce_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """:func:`copy_to_ranks` of several tensors, whose gradients are summed in ONE all-reduce."""
     return tuple(tensors) if group.size == 1 else _CopyToRanks.apply(group, reduce_dtype, *tensors)
 
@@ -273,6 +272,6 @@ def merge_tokens(x: Tensor, tokens: int, group: TPGroup) -> Tensor:
     return x if group.size == 1 else _MergeTokens.apply(x, token_counts(tokens, group), group)
 
 
-def sum_over_holders(parameter: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+def sum_over_holders(parameter: Tensor, layout: Layout, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Marks a column-parallel parameter of which ranks share rows: their gradients become the sum over the holders."""
-    return _SumOverHolders.apply(parameter, layout, group) if layout.shared else parameter
+    return _SumOverHolders.apply(parameter, layout, group, reduce_dtype) if layout.shared else parameter

@@ -21,8 +21,8 @@ from torch import Tensor
 from parallel.group import TPGroup
 from parallel.layout import Layout
 
-_BLOCK = 1 << 14  # normals that are made at a time, from as many 32-bit words
-_CHUNK = 1 << 16  # words that are held at a time beside a mask
+_BLOCK = 1 << 15  # normals that are made at a time, from as many 32-bit words
+_CHUNK = 1 << 17  # numbers (normals or words) that are held at a time beside the result
 _WORDS = 8  # 32-bit words that one step of the Philox counter gives
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -81,19 +81,20 @@ def normal_(
 
 
 def _fill(target: Tensor, dim: int, stream: _Normals) -> None:
-    """Fills ``target`` in the order of its elements with dimension ``dim`` first, a few lines at a time."""
+    """Fills ``target`` in the order of its elements with dimension ``dim`` first, a chunk at a time."""
     if dim == 0 and target.is_contiguous():
         target = target.view(-1)
-        if target.device.type == "cpu":
+        if target.device.type == "cpu" and target.dtype == torch.float32:
             stream.read(target)
             return
     width = target.numel() // target.shape[dim]
-    lines = max(16, _BLOCK // width)  # 16 float32 fill a cache line of the target, when it is written column by column
+    lines = max(1, _CHUNK // width)
     buffer = torch.empty(min(lines, target.shape[dim]) * width, dtype=torch.float32, device="cpu")
     for chunk in target.split(lines, dim):
         values = buffer[: chunk.numel()]
         stream.read(values)
-        chunk.copy_(values.view(chunk.movedim(dim, 0).shape).movedim(0, dim))
+        values = values.view(chunk.movedim(dim, 0).shape).movedim(0, dim)
+        chunk.copy_(values.contiguous())  # transposed on its own: three times as fast as while copying
 
 
 class _Normals:
@@ -112,15 +113,14 @@ class _Normals:
         self._make_block()
 
     def read(self, out: Tensor) -> None:
-        """Fills ``out``, a contiguous CPU tensor of one dimension, with the next numbers."""
-        block = torch.from_numpy(self._block)
-        done = 0
-        while done < out.numel():
+        """Fills ``out``, a contiguous float32 CPU tensor of one dimension, with the next numbers."""
+        numbers, done = out.detach().numpy(), 0
+        while done < numbers.size:
             if self._used == _BLOCK:
                 self._make_block()
                 self._used = 0
-            n = min(out.numel() - done, _BLOCK - self._used)
-            out[done : done + n] = block[self._used : self._used + n]
+            n = min(numbers.size - done, _BLOCK - self._used)
+            numbers[done : done + n] = self._block[self._used : self._used + n]
             done, self._used = done + n, self._used + n
 
     def _make_block(self) -> None:

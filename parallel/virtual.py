@@ -53,7 +53,9 @@ class _CopyToShards(Function):
 
 class _GatherToShards(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, counts: list[int], reduce_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, group: TPGroup, counts: list[int], reduce_dtype: torch.dtype | None
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.counts, ctx.reduce_dtype = group, counts, reduce_dtype
         full = collectives.all_gather(x, group, counts)
         return tuple(full.view_as(full) for _ in group.local_shards)
@@ -132,6 +134,7 @@ def by_token_shard(
     *,
     group: TPGroup,
     tokens: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``function(*per_token, *parameters)`` for a function of each token alone, with the parameters' gradients summed over the
     tokens in an order that does not depend on who holds them.
@@ -143,7 +146,7 @@ def by_token_shard(
     if tokens is None:  # Every rank has all token shards and makes the same sum.
         tokens, group = rows[0].shape[0], TPGroup(virtual_shards=group.shards)
     counts = [run.length for run in deal(tokens, group.shards)[group.local_shards.start : group.local_shards.stop]]
-    copies = copy_to_shards(parameters, group)
+    copies = copy_to_shards(parameters, group, reduce_dtype)
     shards = zip(*(x.split(counts) for x in rows), strict=True)
     done = [function(*(aligned(x) for x in shard), *copy) for shard, copy in zip(shards, copies, strict=True)]
     return torch.cat(done).view(per_token[0].shape)
@@ -154,7 +157,9 @@ def check_supported(x: Tensor) -> None:
     if torch.compiler.is_compiling():
         raise ValueError("invariant mode (virtual_shards) cannot be compiled: a compiler may fuse and reorder as it likes")
     if torch.is_autocast_enabled(x.device.type):
-        raise ValueError("invariant mode (virtual_shards) cannot run under autocast: build the model in the dtype it is to use")
+        raise ValueError(
+            "invariant mode (virtual_shards) cannot run under autocast: build the model in the dtype it is to use"
+        )
     if x.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "invariant mode (virtual_shards) on CUDA needs torch.use_deterministic_algorithms(True) "

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu"):
             if device_type() != "cuda":
                 item.add_marker(skip)
-        elif "pool" in getattr(item, "fixturenames", ()):
+        elif {"pool", "wide_pool"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.gpu)
 
 
@@ -44,3 +44,11 @@ def pool() -> Iterator[Pool]:
 def device() -> torch.device:
     """The device of single-process tests (and of rank 0)."""
     return Pool.device(0)
+
+
+@pytest.fixture(scope="session")
+def wide_pool() -> Iterator[Pool]:
+    """Eight ranks, for the few tests that need more than four."""
+    pool = Pool(8)
+    yield pool
+    pool.close()

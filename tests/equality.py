@@ -57,12 +57,17 @@ class Variant:
     dtype: torch.dtype = torch.float64
     reduce_dtype: torch.dtype | None = None
     virtual_shards: int | None = None
+    autocast: torch.dtype | None = None
     activation_checkpointing: bool = False
     loss_chunk: int = 5
     plant: str | None = None
 
     def planted(self) -> AbstractContextManager[object]:
         return PLANTS[self.plant]() if self.plant else nullcontext()
+
+    def autocasting(self) -> AbstractContextManager[object]:
+        """For one forward pass: autocast keeps the weights that it has converted, and would not see an optimizer's step."""
+        return torch.autocast(torch.get_default_device().type, self.autocast) if self.autocast else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ def measure(group: TPGroup, case: Case, inputs: Inputs, variants: list[Variant])
     """All results of each variant, on every rank of ``group``."""
     out = []
     for variant in variants:
+        group = group.with_virtual_shards(variant.virtual_shards)
         with variant.planted():
             ready = inputs.to(variant.dtype)
             out.append(
@@ -120,7 +126,6 @@ def build(group: TPGroup, case: Case, inputs: Inputs, variant: Variant) -> Decod
         group=group,
         sequence_parallel=variant.sequence_parallel,
         reduce_dtype=variant.reduce_dtype,
-        virtual_shards=variant.virtual_shards,
         activation_checkpointing=variant.activation_checkpointing,
         loss_chunk=variant.loss_chunk,
         dtype=variant.dtype,
@@ -145,10 +150,12 @@ def prefixed(prefix: str, values: Results) -> Results:
 
 def measure_decoder(group: TPGroup, case: Case, inputs: Inputs, variant: Variant) -> Results:
     model = build(group, case, inputs, variant)
-    results = {"logits": model(inputs.ids, step=0)}
+    with variant.autocasting():
+        results = {"logits": model(inputs.ids, step=0)}
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for step in range(STEPS):
-        loss = model(inputs.ids, inputs.labels, step=step, **case.loss_options)
+        with variant.autocasting():
+            loss = model(inputs.ids, inputs.labels, step=step, **case.loss_options)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -168,7 +175,6 @@ def measure_part(group: TPGroup, case: Case, inputs: Inputs, variant: Variant, k
         group=group,
         sequence_parallel=variant.sequence_parallel,
         reduce_dtype=variant.reduce_dtype,
-        virtual_shards=variant.virtual_shards,
         dtype=variant.dtype,
         seed=SEED,
         **options,
@@ -180,7 +186,8 @@ def measure_part(group: TPGroup, case: Case, inputs: Inputs, variant: Variant, k
     if variant.sequence_parallel:
         x, cotangent = (t.flatten(0, 1).split(counts)[group.rank] for t in (x, cotangent))
     x = x.detach().clone().requires_grad_()
-    out = part(x, context)
+    with variant.autocasting():
+        out = part(x, context)
     out.backward(cotangent)
     assert x.grad is not None
     if variant.sequence_parallel:

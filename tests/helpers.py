@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch._dynamo  # entering the first dispatch mode would import it, in the middle of a test
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -61,7 +61,7 @@ def reduce_both_ways(x: Tensor, group: TPGroup, *arguments: Any, **options: Any)
 reduce_from_ranks = regions.reduce_from_ranks
 
 
-def copy_and_average(tensors: Sequence[Tensor], group: TPGroup) -> tuple[Tensor, ...]:
+def copy_and_average(tensors: Sequence[Tensor], group: TPGroup, *_: Any) -> tuple[Tensor, ...]:
     copies = regions.copies_for_ranks(tensors, group)
     for copy in copies:
         copy.register_hook(lambda grad: grad / group.size)

@@ -24,7 +24,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,7 +35,7 @@ import torch
 
 from tests import pool_worker
 
-GRACE = 3.0
+GRACE = 10.0
 """Seconds that the other ranks get to finish once one has failed."""
 
 
@@ -49,6 +49,7 @@ class _Worker:
     process: BaseProcess
     pipe: connection.Connection
     log: Path
+    imported: set[str] = field(default_factory=set)
 
     def log_tail(self, characters: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-characters:].strip() if self.log.exists() else ""
@@ -98,12 +99,20 @@ class Pool:
         if not 1 <= ranks <= self.size:
             raise ValueError(f"{ranks} ranks asked of a pool of {self.size}")
         self._start()
+        self._import(range(ranks), function.__module__)
         task = pickle.dumps((place, function, args))
         outcomes = self._exchange(range(ranks), task, timeout)
         if not any(isinstance(outcome, pool_worker.Failure) for outcome in outcomes):
             return outcomes
         self._check_in_step(ranks, outcomes)
         raise _as_exception(outcomes)
+
+    def _import(self, ranks: range, module: str) -> None:
+        """Loads the test's module beforehand: on a busy machine one worker may need longer for it than another by GRACE."""
+        if any(module not in self._workers[rank].imported for rank in ranks):
+            self._exchange(ranks, pickle.dumps(("import", module)), 120)
+        for rank in ranks:
+            self._workers[rank].imported.add(module)
 
     def _exchange(self, ranks: range, message: bytes, timeout: float) -> list[Any]:
         """Sends one message to some workers and returns what each answers. Raises if one hangs or dies."""

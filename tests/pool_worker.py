@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -42,6 +43,7 @@ def serve(rank: int, world: int, pipe: Connection, store: str, log: str, device_
     """Answers messages, which are pickles of one of
 
     * ("echo", ranks): the sum of the ranks, by an all-reduce over the group of ``ranks``;
+    * ("import", name): imports the module and answers None;
     * ("mesh", dp, tp): makes the mesh (on every worker) and answers None;
     * (("group", ranks) or ("mesh", dp, tp), function, args): what the function returns, tensors on the CPU.
     """
@@ -82,6 +84,9 @@ def serve(rank: int, world: int, pipe: Connection, store: str, log: str, device_
                 if size > 1:
                     dist.all_reduce(total, group=groups[size].process_group)
                 return int(total.item())
+            case ("import", name):
+                importlib.import_module(name)
+                return None
             case ("mesh", dp, tp):
                 mesh(dp, tp)
                 return None

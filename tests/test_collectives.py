@@ -163,16 +163,23 @@ def test_a_block_sends_what_its_formula_says(pool: Pool, config: ModelConfig, sp
         assert found == [forward, backward, forward]
 
 
-def test_half_precision_halves_the_bytes_unless_sums_are_to_be_float32(pool: Pool) -> None:
-    half, mixed = {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    size = TOKENS * DIM
-    for found in pool.run(2, run_block, PRE, False, half):
-        assert found[:2] == [expected((2, "all_reduce", size), dtype="bfloat16")] * 2
-    for found in pool.run(2, run_block, PRE, False, mixed):
-        assert found[:2] == [expected((2, "all_reduce", size))] * 2
-    for found in pool.run(2, run_block, PRE, True, mixed):
-        gathers, sums = expected((2, "all_gather", size), dtype="bfloat16"), expected((2, "reduce_scatter", size))
-        assert found[0] == gathers | sums
+def test_half_precision_halves_the_bytes(pool: Pool) -> None:
+    for found in pool.run(2, run_block, PRE, False, {"dtype": torch.bfloat16}):
+        assert found[:2] == [expected((2, "all_reduce", TOKENS * DIM), dtype="bfloat16")] * 2
+
+
+def sums_in_float32(*sent: tuple[int, str, int]) -> dict[tuple[str, int, str], int]:
+    gathered = expected(*(item for item in sent if item[1] == "all_gather"), dtype="bfloat16")
+    return gathered | expected(*(item for item in sent if item[1] != "all_gather"))
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_reduce_dtype_is_that_of_all_sums_and_of_nothing_else(pool: Pool, config: ModelConfig, sp: bool) -> None:
+    options = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    forward, backward = sums_in_float32(*forward_of(config, sp)), sums_in_float32(*backward_of(config, sp, 2))
+    for found in pool.run(2, run_block, config, sp, options):
+        assert found == [forward, backward, forward]
 
 
 def test_tokens_that_do_not_divide_are_padded_to_the_longest_share_only(pool: Pool) -> None:
@@ -184,9 +191,9 @@ def test_tokens_that_do_not_divide_are_padded_to_the_longest_share_only(pool: Po
 # --- a whole model
 
 
-def run_decoder(group: TPGroup, config: ModelConfig, sp: bool, chunk: int) -> list[Any]:
+def run_decoder(group: TPGroup, config: ModelConfig, sp: bool, chunk: int, options: dict[str, Any] | None = None) -> list[Any]:
     """[forward with the loss, backward, gradient norm, clipping]"""
-    model = Decoder(config, group=group, sequence_parallel=sp, loss_chunk=chunk)
+    model = Decoder(config, group=group, sequence_parallel=sp, loss_chunk=chunk, **(options or {}))
     ids = torch.arange(TOKENS).view(BATCH, SEQ) % config.vocab_size
     counts: list[Counter[Sent]] = []
     with recorded(counts):
@@ -229,6 +236,17 @@ def test_a_sequence_parallel_decoder(pool: Pool, ranks: int) -> None:
         ]
         assert backward == expected(*blocks_backward, *outside)
         assert list(norm.values()) == [1]
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["whole", "sequence-parallel"])
+def test_a_decoder_makes_all_sums_in_the_reduce_dtype(pool: Pool, sp: bool) -> None:
+    config = ModelConfig(**{**vars(PRE_BIASED), "position": Position.LEARNED, "kv_heads": 1})
+    options = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for forward, backward, *_ in pool.run(2, run_decoder, config, sp, 1000, options):
+        sent = [*forward, *backward]
+        assert {dtype for kind, _, dtype in sent if kind != "all_gather"} == {"float32"}
+        # the loss gathers float32 statistics, sequence parallelism activations
+        assert {dtype for kind, _, dtype in sent if kind == "all_gather"} == {"float32", *(["bfloat16"] if sp else [])}
 
 
 def test_a_chunked_loss_gathers_three_numbers_a_token_in_all(pool: Pool) -> None:

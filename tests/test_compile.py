@@ -40,8 +40,6 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 CASES = {
     "pre": (PRE, False),
-    "pre, sequence parallel": (PRE, True),
-    "pre, biases, multi-query": (GPT, False),
     "pre, biases, multi-query, sequence parallel": (GPT, True),
     "parallel": (changed(PRE, placement=Placement.PARALLEL), False),
     "parallel, sequence parallel": (changed(PRE, placement=Placement.PARALLEL), True),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launch.data import HELD_OUT, Corpus
-from launch.report import Trace, compare, plot
+from launch.report import TOLERANCES, Trace, compare, plot
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def trace(*losses: float) -> Trace:
 
 def test_the_comparison_finds_what_differs() -> None:
     weights = {"a": torch.ones(4), "b": torch.ones(4)}
-    same = compare(trace(4, 3, 2, 1), weights, trace(4, 3, 2, 1), weights, "float32")
+    same = compare(trace(4, 3, 2, 1), weights, trace(4, 3, 2, 1), weights, TOLERANCES["float32"])
     assert same.equal and len(same.differences) == 5
-    early = compare(trace(4, 3.001, 2, 1), weights, trace(4, 3, 2, 1), weights, "float32")
+    early = compare(trace(4, 3.001, 2, 1), weights, trace(4, 3, 2, 1), weights, TOLERANCES["float32"])
     assert [d.equal for d in early.differences] == [False, True, True, True, True]
     assert early.differences[0].where == "step 2"
     assert early.differences[0].absolute == pytest.approx(1e-3, rel=1e-3)
     off = {"a": torch.ones(4), "b": torch.ones(4) * 1.05}
-    apart = compare(trace(4, 3, 2, 1), off, trace(4, 3, 2, 1), weights, "float32")
+    apart = compare(trace(4, 3, 2, 1), off, trace(4, 3, 2, 1), weights, TOLERANCES["float32"])
     assert not apart.equal and apart.differences[-1].where == "b"
     assert apart.differences[-1].relative == pytest.approx(0.05, rel=1e-3)
 
@@ -70,7 +70,7 @@ def test_the_comparison_finds_what_differs() -> None:
 def test_a_loss_that_is_no_number_differs(at: int) -> None:
     values = [4.0, 3.0, 2.0, 1.0]
     values[at] = float("nan")
-    assert not compare(trace(*values), {}, trace(4, 3, 2, 1), {}, "float32").equal
+    assert not compare(trace(*values), {}, trace(4, 3, 2, 1), {}, TOLERANCES["float32"]).equal
 
 
 def test_the_curve_is_a_picture(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from parallel.group import TPGroup
 from parallel.state import gather_state
 from tests.equality import (
     ADAMW,
+    BFLOAT16,
     EXACT,
     FLOOR,
     MAX_NORM,
@@ -31,13 +33,14 @@ from tests.equality import (
     gradients,
     make_inputs,
     measure,
+    measure_part,
     prefixed,
     reference,
     updates,
 )
 from tests.oracle_loading import is_softmax_invariant, to_oracle
 from tests.pool import Pool
-from tpblock import Activation, ModelConfig, Norm, Placement, Position
+from tpblock import Activation, Block, ModelConfig, Norm, Placement, Position
 
 LLAMA = ModelConfig(vocab_size=257, dim=20, layers=2, heads=9, kv_heads=3, head_dim=4, d_ff=101, max_seq_len=16)
 MQA = ModelConfig(
@@ -123,6 +126,18 @@ def test_activation_checkpointing_equals_the_oracle(pool: Pool, name: str) -> No
     check(pool, 2, CASES[name], variants)
 
 
+@pytest.mark.parametrize("name", ["multi-query", "neox"])
+def test_autocast_equals_the_oracle(pool: Pool, name: str) -> None:
+    """float32 weights, bfloat16 matrix products."""
+    case = CASES[name]
+    variants = [Variant(sequence_parallel=sp, dtype=torch.float32, autocast=torch.bfloat16) for sp in BOTH]
+    for ranks in (1, 2):
+        for rank, results in enumerate(pool.run(ranks, measure, case, make_inputs(case), variants)):
+            for variant, result in zip(variants, results, strict=True):
+                where = f"rank {rank} of {ranks}, {variant}"
+                assert_equal(result, reference(case, torch.float32), case.config, BFLOAT16, where)
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 1), ("multi-query", 3), ("palm", 2), ("dropout", 2), ("gpt2", 4)])
 def test_invariant_mode_equals_the_oracle(pool: Pool, name: str, ranks: int) -> None:
     check(pool, ranks, CASES[name], [Variant(sequence_parallel=sp, virtual_shards=4) for sp in BOTH])
@@ -172,6 +187,48 @@ def test_a_planted_mistake_is_found(pool: Pool, mistake: str, name: str, sequenc
     for i, (dtype, tolerance) in enumerate(TOLERANCES.items()):
         wrong = [failures(results[i], reference(case, dtype), case.config, tolerance) for results in outcomes]
         assert any(key in found for found in wrong), f"{mistake} passes in {dtype}"
+
+
+# --- other uses
+
+
+def use_otherwise(group: TPGroup, case: Case, inputs: Inputs, sequence_parallel: bool) -> dict[str, Results]:
+    """Gradients with some parameters frozen; accumulated over two passes; of inputs and cotangents with odd strides."""
+    inputs, variant = inputs.to(torch.float64), Variant(sequence_parallel=sequence_parallel)
+    found = {}
+
+    model = build(group, case, inputs, variant)
+    frozen = ("embedding", "blocks.0.norm", "qkv", "fused", "feedforward.down.bias")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in frozen))
+    model(inputs.ids, inputs.labels, step=0, **case.loss_options).backward()
+    found["frozen"] = prefixed("grad", gradients(model, group, case.config))
+
+    model = build(group, case, inputs, variant)
+    for _ in range(2):
+        (0.5 * model(inputs.ids, inputs.labels, step=0, **case.loss_options)).backward()
+    found["accumulated"] = prefixed("grad", gradients(model, group, case.config))
+
+    expanded = replace(inputs, cotangent=torch.ones_like(inputs.cotangent[:1, :1]).expand_as(inputs.cotangent))
+    strided = replace(expanded, x=inputs.x.permute(2, 1, 0).contiguous().permute(2, 1, 0))
+    assert not strided.x.is_contiguous() or case.batch == 1
+    plain = replace(inputs, cotangent=torch.ones_like(inputs.cotangent))
+    found["strided"] = measure_part(group, case, strided, variant, Block)
+    found["plain"] = measure_part(group, case, plain, variant, Block)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "multi-query", "gpt2", "palm", "neox"])
+def test_other_uses_equal_the_oracle(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    for sp in BOTH:
+        for found in pool.run(2, use_otherwise, case, make_inputs(case), sp):
+            everything = {key: value for key, value in reference(case).items() if key.startswith("grad/")}
+            assert_equal(found["accumulated"], everything, case.config, EXACT, "accumulated")
+            thawed = {key: everything[key] for key in found["frozen"]}
+            assert 3 <= len(thawed) < len(everything)
+            assert_equal(found["frozen"], thawed, case.config, EXACT, "frozen")
+            assert_equal(found["strided"], found["plain"], case.config, EXACT, "strides")
 
 
 # --- any sizes

@@ -103,12 +103,12 @@ def weights(checkpoint: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def faulty(fault: str, cwd: Path) -> Ended:
+def faulty(fault: str, cwd: Path, timeout: int = 60) -> Ended:
     """A run of two ranks that goes wrong on rank 1 at its sixth step."""
     (cwd / "faulty.py").write_text(FAULTY.replace("FAULT", fault))
-    ended = torchrun(
-        2, "faulty.py", *TINY, "--steps", "1000", "--checkpoint-every", "2", "--timeout", "8", "--out", "run", cwd=cwd
-    )
+    options = ["--steps", "1000", "--checkpoint-every", "2", "--timeout", str(timeout), "--out", "run"]
+    ended = torchrun(2, "faulty.py", *TINY, *options, cwd=cwd)
+    assert (cwd / "run").exists(), ended.errors
     assert ended.code != 0
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
@@ -138,8 +138,8 @@ def test_a_killed_rank_takes_the_others_down(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
-    ended = faulty("time.sleep(600)", tmp_path)
-    assert re.search(r"^rank 0: lost touch with another rank: .*8000 ?ms", ended.errors, re.MULTILINE)
+    ended = faulty("time.sleep(600)", tmp_path, timeout=15)
+    assert re.search(r"^rank 0: lost touch with another rank: .*15000 ?ms", ended.errors, re.MULTILINE)
     assert ended.seconds < 90
 
 
@@ -207,7 +207,7 @@ def test_c12_two_ranks_equal_one_device_and_a_resumed_run_equals_an_uninterrupte
     first = torchrun(2, "-m", "launch.train", *options, cwd=tmp_path)
     assert first.code == 0, first.errors
     assert "2 ranks against a single device" in first.output and "loss, steps 1-4 " in first.output
-    assert first.output.count(" equal ") == 5 and "DIFFERS" not in first.output
+    assert first.output.count(" equal\n") == 5 and "DIFFERS" not in first.output
     run = tmp_path / "runs" / "1"
     lines = metrics(run)
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 2, 4]

@@ -239,7 +239,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, group: TPGrou
     """Weights and optimizer state, global."""
     state = gather_state(model, group)
     for name, parameter, layout in named_layouts(model):
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             whole = gather_pieces(value, layout, group) if value.ndim else value
             state[f"{name}.{key}"] = whole.clone()
     return state

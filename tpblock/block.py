@@ -52,7 +52,7 @@ class Block(nn.Module):
         seed: int | None = 0,
     ) -> None:
         super().__init__()
-        group = group.with_virtual_shards(virtual_shards) if virtual_shards else group
+        group = group if virtual_shards is None else group.with_virtual_shards(virtual_shards)
         parallel = Parallelism(group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
         self.config, self.parallel = config, parallel
         fused = config.placement is Placement.PARALLEL
@@ -128,20 +128,22 @@ class Block(nn.Module):
         return x + dropout(update.view(x.shape), context, offset=first * self.config.dim)
 
     def check(self, x: Tensor, context: Context | None, step: int | None) -> Context:
-        """The context of a forward pass on x, or a ValueError that says what does not fit."""
+        """The context of a forward pass on x, or a ValueError that says what does not fit. Nothing has been sent by then."""
         dim = self.config.dim
-        if self.parallel.sequence_parallel:
-            if context is None:
-                raise ValueError("under sequence parallelism a block needs a Context: its input does not show the batch's shape")
-            shape = (token_counts(context.tokens, self.parallel.group)[self.parallel.group.rank], dim)
-        elif context is not None:
-            shape = (context.batch, context.seq, dim)
-        elif x.ndim == 3 and x.shape[-1] == dim:
-            return Context.build(self.config, x.shape[0], x.shape[1], device=x.device, dtype=x.dtype, step=step)
-        else:
-            raise ValueError(f"a block of dim {dim} takes [batch, seq, {dim}], got {tuple(x.shape)}")
-        if step is not None:
+        if context is None:
+            if self.parallel.sequence_parallel:
+                raise ValueError(
+                    "under sequence parallelism a block needs a Context: its input does not show the batch's shape"
+                )
+            if x.ndim != 3 or x.shape[-1] != dim:
+                raise ValueError(f"a block of dim {dim} takes [batch, seq, {dim}], got {tuple(x.shape)}")
+            context = Context.build(self.config, x.shape[0], x.shape[1], device=x.device, dtype=x.dtype, step=step)
+        elif step is not None:
             raise ValueError("step is part of the Context that was given")
+        shape: tuple[int, ...] = (context.batch, context.seq, dim)
+        if self.parallel.sequence_parallel:
+            shape = (token_counts(context.tokens, self.parallel.group)[self.parallel.group.rank], dim)
         if tuple(x.shape) != shape:
             raise ValueError(f"this block expects an input of shape {shape}, got {tuple(x.shape)}")
+        context.check(self.config, self.training)
         return context

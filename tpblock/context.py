@@ -33,6 +33,18 @@ class Context:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    def check(self, config: ModelConfig, training: bool) -> None:
+        """A ValueError if a model of ``config`` lacks something here, or would ignore something."""
+        if (self.rotary is not None) != (config.position is Position.ROPE):
+            raise ValueError(
+                f"a Context without rotary tables, {config.position} needs them: use Context.build"
+                if self.rotary is None
+                else f"a Context with rotary tables, {config.position} has no use for them"
+            )
+        dropout = config.dropout or config.attention_dropout
+        if training and dropout and self.step is None:
+            raise ValueError(f"dropout {dropout} in training needs step=...: its masks are a function of the step")
+
     @classmethod
     def build(
         cls,

@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         loss_chunk: int = 1024,
     ) -> None:
         super().__init__()
-        group = group.with_virtual_shards(virtual_shards) if virtual_shards else group
+        group = group if virtual_shards is None else group.with_virtual_shards(virtual_shards)
         self.config, self.group, self.sequence_parallel, self.reduce_dtype = config, group, sequence_parallel, reduce_dtype
         self.loss_chunk = loss_chunk
         self.embedding = VocabParallelEmbedding(
@@ -137,6 +137,7 @@ class Decoder(nn.Module):
         context = Context.build(
             self.config, batch, seq, device=weight.device, dtype=weight.dtype, step=step, first_token=first_token
         )
+        context.check(self.config, self.training)  # before the embedding communicates
         hidden = self.stack(self._embed(ids, context), context)
         if labels is None:
             return self._logits(hidden, context).view(batch, seq, -1)
@@ -164,8 +165,10 @@ class Decoder(nn.Module):
             positions = split_tokens(positions, group)
         if group.invariant:
             tokens = context.tokens if sharded else None
-            return by_token_shard(_add_positions, [x, positions], [self.positions], group=group, tokens=tokens)
-        table = copy_to_ranks(self.positions, group) if sharded else self.positions
+            return by_token_shard(
+                _add_positions, [x, positions], [self.positions], group=group, tokens=tokens, reduce_dtype=self.reduce_dtype
+            )
+        table = copy_to_ranks(self.positions, group, self.reduce_dtype) if sharded else self.positions
         return _add_positions(x.flatten(0, -2), positions, table).view(x.shape)
 
     def _logits(self, hidden: Tensor, context: Context) -> Tensor:

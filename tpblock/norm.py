@@ -32,12 +32,12 @@ class TokenNorm(nn.Module):
 
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         """x [..., dim] or, under sequence parallelism, this rank's rows of ``tokens`` tokens -> the same shape."""
-        group, parameters = self.parallel.group, list(self.parameters())
+        group, reduce_dtype, parameters = self.parallel.group, self.parallel.reduce_dtype, list(self.parameters())
         if group.invariant:
             tokens = tokens if self.parallel.sequence_parallel else None
-            return by_token_shard(self.normalize, [x], parameters, group=group, tokens=tokens)
+            return by_token_shard(self.normalize, [x], parameters, group=group, tokens=tokens, reduce_dtype=reduce_dtype)
         if self.parallel.sequence_parallel and group.size > 1:
-            return self.normalize(x, *copies_for_ranks(parameters, group))
+            return self.normalize(x, *copies_for_ranks(parameters, group, reduce_dtype))
         return self.normalize(x, *parameters)
 
 

@@ -36,7 +36,7 @@ class Stack(nn.Module):
         seed: int | None = 0,
     ) -> None:
         super().__init__()
-        group = group.with_virtual_shards(virtual_shards) if virtual_shards else group
+        group = group if virtual_shards is None else group.with_virtual_shards(virtual_shards)
         parallel = Parallelism(group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
         self.activation_checkpointing = activation_checkpointing
         self.blocks = nn.ModuleList(

@@ -1,0 +1,263 @@
+"""What does a block cost beside what it must cost? Forward and backward of one pre-norm Llama block, in float32.
+
+    python -m benchmarks.block                                                    one device
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block             several ranks
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block --peer-python PEER/bin/python
+
+On one device the yardstick is the same block in plain torch.nn. On several it is a limit that no implementation of the same
+sharding can beat without overlapping the two: this rank's computation, run on all ranks at once with collectives that do
+nothing, plus the raw time of the necessary collectives back to back. Everything that is compared takes turns in one run (see
+timing.py), after a check that the results are equal. The table gives medians with their quartiles; ratios are taken round by
+round. With ``--peer-python`` the block is also timed against Megatron-Core's (see peer.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import peer
+from benchmarks.plain import PlainBlock
+from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, header, measure, save, table
+from parallel import collectives
+from parallel.group import TPGroup
+from parallel.regions import split_tokens
+from parallel.state import gather_state
+from tpblock import Block, Context, ModelConfig
+
+Step = Callable[[], object]
+TITLE = "Forward and backward of one block"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One block and its batch. ``steps``: how many steps in a row make one sample."""
+
+    dim: int
+    batch: int
+    seq: int
+    steps: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(vocab_size=1, dim=self.dim, layers=1, heads=self.dim // 64)
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}, {self.tokens} tokens"
+
+
+ONE_RANK = [Size(512, 1, 512, 2), Size(1024, 2, 512)]
+SEVERAL_RANKS = [Size(1024, 4, 512), Size(512, 1, 512, 4), Size(256, 1, 64, 40)]
+
+
+class Case:
+    """Our block of one size, its input x and cotangent dy, and this rank's share of those two."""
+
+    def __init__(self, size: Size, group: TPGroup, device: torch.device, sequence_parallel: bool = False) -> None:
+        self.size, self.group, self.sequence_parallel = size, group, sequence_parallel
+        self.block = Block(size.config, group=group, sequence_parallel=sequence_parallel, device=device)
+        generator = torch.Generator().manual_seed(0)
+        shape = (size.batch, size.seq, size.dim)
+        self.x, self.dy = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+        self.context = Context.build(size.config, size.batch, size.seq, device=device, dtype=self.x.dtype)
+        self.x_local, self.dy_local = self.local(self.x).requires_grad_(), self.local(self.dy)
+
+    def local(self, t: Tensor) -> Tensor:
+        return split_tokens(t.flatten(0, 1), self.group) if self.sequence_parallel else t.clone()
+
+    def step(self) -> Tensor:
+        """One forward and backward of our block."""
+        self.block.zero_grad(set_to_none=True)
+        self.x_local.grad = None
+        y = self.block(self.x_local, self.context)
+        y.backward(self.dy_local)
+        return y.detach()
+
+    def plain(self) -> Callable[[], Tensor]:
+        """The same step in plain torch.nn with the same weights on the whole batch, once it has given the same results."""
+        config, x = self.size.config, self.x.clone().requires_grad_()
+        assert config.d_ff is not None and self.context.rotary is not None
+        block = PlainBlock(config.dim, config.heads, config.d_ff, config.norm_eps).to(x.device)
+        block.load_state_dict(gather_state(self.block, self.group))
+        cos, sin = (t[:, None] for t in self.context.rotary)
+
+        def step() -> Tensor:
+            block.zero_grad(set_to_none=True)
+            x.grad = None
+            y = block(x, cos, sin)
+            y.backward(self.dy)
+            return y.detach()
+
+        ours, theirs = self.step(), step()
+        assert self.x_local.grad is not None and x.grad is not None
+        check_equal("output", ours, self.local(theirs))
+        check_equal("input gradient", self.x_local.grad, self.local(x.grad))
+        for name, gradient in gather_state(self.block, self.group, gradients=True).items():
+            check_equal(f"gradient of {name}", gradient, block.get_parameter(name).grad)
+        return step
+
+    def computation(self) -> None:
+        """The step with collectives that do nothing: the results are wrong, the work is this rank's."""
+        with silent_collectives():
+            self.step()
+
+    def collectives(self) -> Step:
+        """The collectives that a step cannot do without, of zeros, one after the other.
+
+        Two sublayers, each with one all-reduce forward and one backward. Under sequence parallelism each gathers the tokens
+        and reduce-scatters its output; backward gathers the incoming gradient and (not having kept it) the input, and
+        reduce-scatters the input's gradient. The gradients of the two norms' weights are summed.
+        """
+        whole = torch.zeros(self.size.tokens, self.size.dim, device=self.x.device)
+        if not self.sequence_parallel:
+            return lambda: [dist.all_reduce(whole) for _ in range(2 * (1 + 1))]
+        part = torch.zeros(self.x_local.shape, device=self.x.device)
+        norm = torch.zeros(self.size.dim, device=self.x.device)
+
+        def sequence() -> None:
+            for _ in range(2 * (1 + 2)):
+                dist.all_gather_single(whole, part)
+            for _ in range(2 * (1 + 1)):
+                dist.reduce_scatter_single(part, whole)
+            for _ in range(2):
+                dist.all_reduce(norm)
+
+        return sequence
+
+
+def check_equal(what: str, ours: Tensor, theirs: Tensor | None) -> None:
+    """To float32's rounding, relative to the largest value."""
+    assert theirs is not None
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item(), msg=lambda m: f"{what}: {m}")
+
+
+_buffers: dict[tuple[int, ...], Tensor] = {}
+
+
+@contextmanager
+def silent_collectives() -> Iterator[None]:
+    """Replaces the collectives by ones that return at once something of the right shape."""
+
+    def gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Tensor:
+        shape = (sum(counts), *x.shape[1:])
+        if shape not in _buffers:
+            _buffers[shape] = x.repeat(group.size, *[1] * (x.ndim - 1))[: shape[0]]
+        return _buffers[shape].detach()
+
+    silent: dict[str, Callable[..., object]] = {
+        "start_all_reduce": lambda owned, *_: lambda: owned,
+        "start_all_gather": lambda x, group, counts: lambda: gather(x, group, counts),
+        "all_gather": gather,
+        "start_reduce_scatter": lambda x, group, counts, *_: lambda: x[: counts[group.rank]],
+    }
+    real = {name: getattr(collectives, name) for name in silent}
+    for name, function in silent.items():
+        setattr(collectives, name, function)
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(collectives, name, function)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table, and the samples behind it."""
+
+    row: dict[str, str]
+    samples: dict[str, list[float]]
+
+
+def one_rank(size: Size, ranks: Ranks, rounds: int, clock: Clock) -> Result:
+    case = Case(size, TPGroup(), ranks.device)
+    samples = measure({"tpblock": case.step, "torch.nn": case.plain()}, ranks, rounds=rounds, steps=size.steps, clock=clock)
+    row = {
+        "block": str(size),
+        "tpblock, ms": milliseconds(samples["tpblock"]),
+        "torch.nn, ms": milliseconds(samples["torch.nn"]),
+    }
+    ratios = [ours / theirs for ours, theirs in zip(samples["tpblock"], samples["torch.nn"], strict=True)]
+    return Result(row | {"ratio (goal 1.03)": f"{Spread.of(ratios):.3f}"}, samples)
+
+
+def against_limit(size: Size, sequence: bool, group: TPGroup, ranks: Ranks, rounds: int, clock: Clock) -> Result:
+    case = Case(size, group, ranks.device, sequence)
+    case.plain()
+    contenders: dict[str, Step] = {"block": case.step, "computation": case.computation, "collectives": case.collectives()}
+    samples = measure(contenders, ranks, rounds=rounds, steps=size.steps, clock=clock)
+    row = {"block": f"{size}{', sequence parallel' if sequence else ''}"}
+    row |= {f"{name}, ms": milliseconds(seconds) for name, seconds in samples.items()}
+    ratios = [ours / (work + sent) for ours, work, sent in zip(*samples.values(), strict=True)]
+    return Result(row | {"block over limit": f"{Spread.of(ratios):.3f}"}, samples)
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    return f"{Spread.of([1000 * s for s in seconds]):.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.block", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--ranks", type=int, help="how many ranks there must be (default: as many as torchrun started)")
+    parser.add_argument("--rounds", type=int, default=15, help="how many rounds are kept")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: leave out what other programs take")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
+    parser.add_argument("--peer-python", help="a Python that has megatron-core, to time its block as well")
+    options = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.ranks not in (None, world):
+        parser.error(f"--ranks {options.ranks}, but {world} started: use torchrun --nproc-per-node {options.ranks}")
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    ranks, group, clock = Ranks(device), TPGroup.from_environment(), CLOCKS[options.clock]
+    about = header(command(world, sys.argv[1:]), device) | {"rounds": str(options.rounds), "clock": options.clock}
+    if world == 1:
+        results = [one_rank(size, ranks, options.rounds, clock) for size in ONE_RANK]
+    else:
+        forms = [(size, sequence) for size in SEVERAL_RANKS for sequence in (False, True)]
+        results = [against_limit(*form, group, ranks, options.rounds, clock) for form in forms]
+        dist.destroy_process_group()
+    if group.rank > 0:
+        return
+    suffix = f"{world}-rank{'s' if world > 1 else ''}-{device.type}{'' if options.clock == 'wall' else '-processor-time'}"
+    text = table([result.row for result in results])
+    print(text)
+    save(f"block-{suffix}", TITLE, text, about, {result.row["block"]: result.samples for result in results})
+    if world > 1 and device.type == "cpu" and options.peer_python is None:
+        print(f"\n{peer.HOW}")
+    elif world > 1 and device.type == "cpu":
+        sizes = [(size.dim, size.batch, size.seq, size.steps) for size in SEVERAL_RANKS]
+        text, samples = peer.compare(sizes, world, options.peer_python, options.clock)
+        print(f"\n{text}")
+        save(f"block-megatron-{suffix}", f"{TITLE}, beside Megatron-Core", text, about, samples)
+
+
+def command(world: int, arguments: Sequence[str]) -> str:
+    """This run's command line, with the other Python's path left open."""
+    given = list(arguments)
+    if "--peer-python" in given:
+        given[given.index("--peer-python") + 1] = "PEER/bin/python"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    prefix = f"OMP_NUM_THREADS={threads} " if threads else ""
+    start = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
+    return f"{prefix}{start} -m benchmarks.block {shlex.join(given)}".strip()
+
+
+if __name__ == "__main__":
+    main()

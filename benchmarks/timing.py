@@ -1,0 +1,182 @@
+"""The timing loop of all benchmarks, the arithmetic of their rates, and result files that say how they were made.
+
+Contenders take turns in one run, in an order that is reversed every round, so that whatever else the machine does falls on all
+of them alike. Compare them by ratios within a round; seconds of different runs are not comparable on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
+"""processor: what the threads of a process computed, without the time in which they waited or other programs had the processor.
+For a machine that is shared; it does not see a rank that waits for another."""
+
+
+class Ranks:
+    """The ranks of one run (or the single process), whose devices are timed together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def meet(self) -> None:
+        """Waits until this rank's device has nothing left to do and every rank has come here."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of each value, the maximum over the ranks."""
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values.tolist()
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], object]],
+    ranks: Ranks,
+    *,
+    rounds: int,
+    warmup: int = 2,
+    steps: int = 1,
+    clock: Clock = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds a call of each contender, one value a round: the slowest rank's, all ranks starting together.
+
+    Args:
+        rounds, warmup: how many rounds are kept, and how many come before them and are dropped.
+        steps: calls in a row that make one value (their mean), so that short ones are not drowned by the barrier.
+    """
+    kept: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(warmup + rounds):
+        for name in list(contenders) if turn % 2 == 0 else reversed(list(contenders)):
+            ranks.meet()
+            begin = clock()
+            for _ in range(steps):
+                contenders[name]()
+            ranks.meet()
+            seconds = (clock() - begin) / steps
+            if turn >= warmup:
+                kept[name].append(seconds)
+    return {name: ranks.slowest(seconds) for name, seconds in kept.items()}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of a sample, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, sample: Sequence[float]) -> Spread:
+        if len(sample) == 1:
+            return cls(sample[0], sample[0], sample[0])
+        low, median, high = statistics.quantiles(sample, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a step of ``tokens`` tokens (those of the global batch, once, however many ranks share it) amounts to.
+
+    ``valid``: how many of them count, the rest being padding or ignored labels.
+    """
+
+    tokens: int
+    valid: int
+    seconds: float
+    devices: int
+
+    @property
+    def raw_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def valid_per_second(self) -> float:
+        return self.valid / self.seconds
+
+    @property
+    def raw_per_second_and_device(self) -> float:
+        return self.raw_per_second / self.devices
+
+
+def strong_scaling_efficiency(one: float, several: float, devices: int) -> float:
+    """t_1 / (N t_N): seconds of one device over those of N for the same global batch. 1 is perfect."""
+    return one / (devices * several)
+
+
+def header(command: str, device: torch.device) -> dict[str, str]:
+    """What a result was measured with. It names the hardware, never the machine."""
+    described = {
+        "command": command,
+        "commit": commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cpu": f"{_cpu()}, {os.cpu_count()} cores",
+        "threads a rank": str(torch.get_num_threads()),
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+    }
+    if hasattr(os, "getloadavg"):
+        described["load average at the start"] = f"{os.getloadavg()[0]:.1f}"
+    return described
+
+
+def commit() -> str:
+    """The commit of the code, marked if the measured files differ from it."""
+    try:
+        name = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--", "parallel", "tpblock", "benchmarks/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name} with uncommitted changes" if changed else name
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of one set of columns as a Markdown table."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def save(
+    name: str, title: str, text: str, about: Mapping[str, str], samples: Mapping[str, object], folder: Path = RESULTS
+) -> None:
+    """Writes ``name.md`` (to be read: the title, what it was measured with, ``text``) and ``name.json`` (with all samples)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = "\n".join(f"- {key}: {f'`{value}`' if key == 'command' else value}" for key, value in about.items())
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{facts}\n\n{text}\n")
+    (folder / f"{name}.json").write_text(json.dumps({"title": title, **about, "samples": samples}, indent=1) + "\n")
