@@ -24,8 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
-"""processor: what the threads of a process computed, without the time in which they waited or other programs had the processor.
-For a machine that is shared; it does not see a rank that waits for another."""
+"""processor: the time that the threads of this process computed, without that in which they waited or other programs had the
+processor. For a machine that is shared; it does not see one rank wait for another."""
 
 
 class Ranks:

@@ -59,10 +59,15 @@ class Comparison:
 
 
 def compare(
-    ours: Trace, our_weights: dict[str, Tensor], single: Trace, single_weights: dict[str, Tensor], dtype: str, first: int = 0
+    ours: Trace,
+    our_weights: dict[str, Tensor],
+    single: Trace,
+    single_weights: dict[str, Tensor],
+    tolerances: tuple[float, float],
+    first: int = 0,
 ) -> Comparison:
     """Loss and gradient norm step by step, and the weights after the last step, of two runs from step ``first`` on."""
-    early, late = TOLERANCES[dtype]
+    early, late = tolerances
     steps = len(single.losses)
     spans = [(min(EARLY_STEPS, steps), early), (steps, late)][: 2 if steps > EARLY_STEPS else 1]
     differences = []
@@ -91,8 +96,10 @@ class Reporter:
     def __init__(self, folder: Path, steps: int, tokens: int, *, enabled: bool, device: torch.device) -> None:
         self.folder, self.total, self.tokens, self.enabled, self.device = folder, steps, tokens, enabled, device
         self.console = Console(quiet=not enabled, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
-        self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
+        bar = (TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
+        self.progress = Progress(
+            *bar, TimeRemainingColumn(), console=self.console, expand=True, disable=not self.console.is_terminal
+        )
         self.task: TaskID | None = None
         self.file: IO[str] | None = None
         self.curves: dict[str, list[tuple[int, float]]] = {"training": [], "validation": []}
@@ -103,6 +110,7 @@ class Reporter:
         if self.enabled:
             self.file = open(self.folder / "metrics.jsonl", "w", buffering=1)  # line by line
         self.progress.start()
+        self.console.show_cursor()  # a rank that torchrun ends could not give it back
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,9 +125,9 @@ class Reporter:
 
     def steps(self, what: str, first: int) -> Iterator[int]:
         """The numbers of the steps to take, shown as progress."""
-        if not self.console.is_terminal and what != "training":
-            self.console.print(f"{what}: the same {self.total - first} steps")
-        self.task = self.progress.add_task(f"{what:<13}", total=self.total, completed=first, told="")
+        if not self.console.is_terminal:
+            self.console.print(f"{what}: {self.total - first} steps")
+        self.task = self.progress.add_task(f"{what:<10}", total=self.total, completed=first, told="")
         self._clock, self._last_logged = time.perf_counter(), first
         for step in range(first, self.total):
             yield step

@@ -62,12 +62,12 @@ def part_of(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def random_state(config: ModelConfig, seed: int = 0, std: float = 0.2) -> dict[str, Tensor]:
     """A value for every global tensor of a Decoder, in float64: larger than initial values, no bias zero, no norm weight one,
     so that no term of the algebra can hide."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     model = Decoder(config, group=single_device(), device="meta")
     norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in name.rpartition(".")[2]}
     state = {}
     for name, _, layout in named_layouts(model):
-        value = torch.randn(layout.shape, generator=generator, dtype=torch.float64)
+        value = torch.randn(layout.shape, generator=generator, dtype=torch.float64, device="cpu")
         state[name] = 1 + 0.3 * value if name in norms else value * (0.3 if name.endswith("bias") else std)
     return state
 

@@ -29,13 +29,14 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def ids_of(config: ModelConfig, seed: int = 0) -> Tensor:
-    return torch.randint(config.vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(seed)).to(
-        torch.get_default_device()
-    )
+    generator = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (BATCH, SEQ), generator=generator, device="cpu")
+    return ids.to(torch.get_default_device())
 
 
 def activations(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Tensor:
-    x = torch.randn(BATCH, SEQ, config.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(BATCH, SEQ, config.dim, dtype=torch.float64, generator=generator, device="cpu")
     return x.to(torch.get_default_device(), dtype)
 
 
