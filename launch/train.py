@@ -214,8 +214,6 @@ def train(config: TrainConfig, env: Environment) -> None:
         if not env.is_main:
             return
         if config.compare:
-            if not config.virtual_shards:  # The cores of the ranks that have finished are free.
-                torch.set_num_threads(torch.get_num_threads() * env.local_world)
             single = Trainer(config, single_device(), env.device, corpus)
             if config.resume:
                 single.resume(config.resume)
