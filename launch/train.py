@@ -59,9 +59,9 @@ class TrainConfig(Options):
     """Sequences a step, over all ranks."""
     seq_len: int = 128
     """Bytes a sequence."""
-    lr: float = 3e-3
+    lr: float = 1e-3
     """Highest learning rate: reached after --warmup steps, then falling to a tenth along a cosine."""
-    warmup: int = 20
+    warmup: int = 40
     """Steps over which the learning rate rises to --lr."""
     weight_decay: float = 0.1
     """AdamW's weight decay, on matrices only."""
@@ -225,7 +225,10 @@ def train(config: TrainConfig, env: Environment) -> None:
             reporter.comparison(comparison, env.group.size)
         reporter.finish()
     if config.compare and not comparison.equal:
-        raise UserError(f"the run on {env.group.size} ranks differs from the single device by more than rounding explains")
+        raise UserError(
+            f"the run on {env.group.size} ranks differs from the single device by more than allowed. If only later steps do, "
+            "training may have amplified rounding (a lower --lr, or --dtype float64, would tell)"
+        )
 
 
 def run(trainer: Trainer, folder: Path, reporter: Reporter) -> None:

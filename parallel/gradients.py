@@ -108,7 +108,7 @@ def check_replicas(model: nn.Module, group: TPGroup) -> None:
         differs = (_octets(parameter) != _octets(reference)).any(-1)
         spread = (parameter.double() - reference.double()).abs().clamp_min(torch.finfo(torch.float64).tiny)
         names.append(name)
-        spreads.append(torch.where(differs, spread, 0.0).amax().nan_to_num(nan=math.inf))
+        spreads.append(torch.where(differs, spread, 0.0).amax())
     if not names:
         return
     largest = _largest(torch.stack(spreads), group).tolist()

@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"vocab_size": 11, "dim": 12, "layers": 2, "heads": 3}
 
 def on_rank(rank: int, size: int) -> TPGroup:
     """A group that can hold parameters on the meta device, but not communicate."""
-    return TPGroup(rank, size, object() if size > 1 else None)  # type: ignore[arg-type]
+    return TPGroup(rank, size, object() if size > 1 else None)
 
 
 # -- errors
@@ -77,9 +77,9 @@ def test_config_fills_in_what_follows() -> None:
     assert ModelConfig(**SMALL, head_dim=8, rotary_fraction=0.25).rotary_dim == 2
     assert dataclasses.replace(config, layers=3).d_ff == 64
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.dim = 24  # type: ignore[misc]
+        config.dim = 24
     with pytest.raises(TypeError):
-        ModelConfig(11, 12, 2, 3)  # type: ignore[misc]  # by keyword only
+        ModelConfig(11, 12, 2, 3)  # by keyword only
 
 
 def test_default_widths_of_the_sources() -> None:
@@ -210,10 +210,10 @@ def test_c38_the_formula_is_the_sum_over_the_parameters_of_any_model(config: Mod
 def test_c38_fused_qkv_rows() -> None:
     config = ModelConfig(**{**SMALL, "heads": 6, "kv_heads": 2, "head_dim": 4})
     block = on_meta(config, single_device()).stack.blocks[0]
-    assert block.attention.qkv.weight.shape == ((6 + 2 * 2) * 4, 12)  # type: ignore[union-attr]
+    assert block.attention.qkv.weight.shape == ((6 + 2 * 2) * 4, 12)
     fused = dataclasses.replace(config, placement=Placement.PARALLEL)
     block = on_meta(fused, single_device()).stack.blocks[0]
-    assert block.fused.weight.shape == ((6 + 2 * 2) * 4 + 2 * config.d_ff, 12)  # type: ignore[union-attr]
+    assert block.fused.weight.shape == ((6 + 2 * 2) * 4 + 2 * config.d_ff, 12)
 
 
 # -- shards

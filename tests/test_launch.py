@@ -160,7 +160,7 @@ def test_ranks_with_other_settings_are_named(tmp_path: Path) -> None:
     ended = torchrun(2, "differ.py", *TINY, "--out", "run", cwd=tmp_path)
     assert ended.code != 0
     message = (
-        "error: the ranks differ in their settings. rank 1: layers is 2, on rank 0 it is 1; lr is 0.5, on rank 0 it is 0.003"
+        "error: the ranks differ in their settings. rank 1: layers is 2, on rank 0 it is 1; lr is 0.5, on rank 0 it is 0.001"
     )
     assert ended.errors.splitlines()[0] == message
     assert not (tmp_path / "run").exists()
@@ -239,7 +239,7 @@ def test_a_single_device_needs_no_torchrun_and_a_run_needs_a_folder(tmp_path: Pa
 
 def test_help() -> None:
     listed = python("-m", "launch.cli", "--help", cwd=ROOT)
-    assert listed.code == 0 and re.search(r"^  train  train a small model", listed.output, re.MULTILINE)
+    assert listed.code == 0 and re.search(r"^  train +train a small model", listed.output, re.MULTILINE)
     unknown = python("-m", "launch.cli", "trian", cwd=ROOT)
     assert unknown.code != 0 and "unknown command 'trian'" in unknown.errors
     options = python("-m", "launch.cli", "train", "--help", cwd=ROOT)

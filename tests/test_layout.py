@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.layout import Layout, Part, Run, attention_parts, column_layout, deal, row_layout
-from parallel.regions import join_pieces, take_pieces
+from parallel.regions import add_pieces, join_pieces, take_pieces
 from tests.helpers import labelled
 
 HEADS = [
@@ -210,10 +210,26 @@ def test_layout_refuses_parts_dealt_over_different_numbers_of_ranks() -> None:
         Layout((6, 4), 0, (Part.even("gate", 3, 2), Part.even("up", 3, 3)))
 
 
+def test_layout_of_a_rank_with_several_shards_by_hand() -> None:
+    """Three virtual shards on two ranks: the first holds two of them one after the other, not gate after gate."""
+    parts = (Part.even("gate", 6, 3), Part.even("up", 6, 3))
+    layout = column_layout((12, 1), parts, deal(3, 2))
+    assert layout.pieces_by_shard(0) == [(("gate", 0, 0, 2), ("up", 6, 2, 2)), (("gate", 2, 4, 2), ("up", 8, 6, 2))]
+    assert layout.pieces(1) == (("gate", 4, 0, 2), ("up", 10, 2, 2))
+    assert [layout.shard_sizes(rank) for rank in (0, 1)] == [[4, 4], [4]]
+    assert [layout.local_size(rank) for rank in (0, 1)] == [8, 4]
+    assert not layout.uncut and not column_layout((12, 1), parts, deal(3, 1)).uncut
+    assert column_layout((3, 1), (Part.even("a", 3, 1),)).uncut
+    shared = column_layout((8, 3), attention_parts(4, 2, 1, 4), deal(4, 2))
+    assert [[piece.part for piece in shared.owned(rank)] for rank in (0, 1)] == [["q", "k", "v", "q"]] * 2
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
-    """Any layout over any number of shards: some plain parts, perhaps those of an attention, along any dimension."""
+    """Any layout and its number of ranks: some plain parts, perhaps those of an attention, along any dimension, dealt over
+    shards of which each rank owns one or several."""
     shards = draw(st.integers(1, 6))
+    ranks = draw(st.integers(1, shards))
     parts: list[Part] = []
     if draw(st.booleans()):
         kv_heads = draw(st.integers(1, 4))
@@ -224,45 +240,58 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     shape = draw(st.lists(st.integers(1, 3), min_size=0, max_size=2))
     dim = draw(st.integers(0, len(shape)))
     shape.insert(dim, sum(part.size for part in parts))
-    return Layout(tuple(shape), dim, tuple(parts)), shards
+    owners = deal(shards, ranks) if ranks < shards or draw(st.booleans()) else None
+    return Layout(tuple(shape), dim, tuple(parts), owners), ranks
 
 
 @given(layouts())
 def test_owned_pieces_tile_the_global_dimension_once(case: tuple[Layout, int]) -> None:
-    layout, shards = case
-    rows = [row for shard in range(shards) for p in layout.owned(shard) for row in range(p.start, p.start + p.length)]
-    assert sorted(rows) == list(range(layout.shape[layout.dim]))  # type: ignore[index]
-    for shard in range(shards):
-        assert set(layout.owned(shard)) <= set(layout.pieces(shard))
-        assert sum(piece.length for piece in layout.pieces(shard)) == layout.local_size(shard)
-        assert sum(layout.local_sections(shard)) == layout.local_size(shard)
-        locals_ = [row for p in layout.pieces(shard) for row in range(p.local, p.local + p.length)]
-        assert locals_ == list(range(layout.local_size(shard)))
+    layout, ranks = case
+    rows = [row for rank in range(ranks) for p in layout.owned(rank) for row in range(p.start, p.start + p.length)]
+    assert sorted(rows) == list(range(layout.shape[layout.dim]))
+    for rank in range(ranks):
+        pieces = layout.pieces(rank)
+        assert set(layout.owned(rank)) <= set(pieces)
+        assert [row for p in pieces for row in range(p.local, p.local + p.length)] == list(range(layout.local_size(rank)))
+        assert [piece.length for piece in pieces] == layout.local_sections(rank)
+        assert [sum(p.length for p in shard) for shard in layout.pieces_by_shard(rank)] == layout.shard_sizes(rank)
 
 
 @settings(deadline=None)  # the first tensor operations of a process take their time
 @given(layouts())
 def test_taking_and_joining_pieces_is_the_identity(case: tuple[Layout, int]) -> None:
-    layout, shards = case
+    layout, ranks = case
     whole = labelled(*layout.shape)
-    shards_ = [take_pieces(whole, layout, shard) for shard in range(shards)]
-    for shard, held in enumerate(shards_):
-        assert tuple(held.shape) == layout.local_shape(shard)
+    shards = [take_pieces(whole, layout, rank) for rank in range(ranks)]
+    for rank, held in enumerate(shards):
+        assert tuple(held.shape) == layout.local_shape(rank)
         assert held.untyped_storage().nbytes() == held.nbytes, "a shard keeps the whole tensor alive"
-    assert torch.equal(join_pieces(shards_, layout), whole)
+    assert torch.equal(join_pieces(shards, layout), whole)
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_adding_pieces_counts_each_holder(case: tuple[Layout, int]) -> None:
+    layout, ranks = case
+    holders = add_pieces([torch.ones(layout.local_shape(rank)) for rank in range(ranks)], layout)
+    assert holders.shape == layout.shape
+    for part, rows in zip(layout.parts, holders.split([part.size for part in layout.parts], layout.dim or 0), strict=True):
+        for row, values in enumerate(rows.unbind(layout.dim or 0)):
+            assert (values == sum(run.start <= row < run.stop for run in part.runs)).all()
 
 
 @settings(deadline=None)
 @given(layouts(), st.booleans())
-def test_each_part_of_a_shard_is_that_part_of_the_whole(case: tuple[Layout, int], negative: bool) -> None:
-    layout, shards = case
-    dim: int = layout.dim  # type: ignore[assignment]
+def test_each_piece_of_a_rank_is_that_piece_of_the_whole(case: tuple[Layout, int], negative: bool) -> None:
+    layout, ranks = case
+    dim: int = layout.dim
     if negative:
-        layout = Layout(layout.shape, dim - len(layout.shape), layout.parts)
+        layout = Layout(layout.shape, dim - len(layout.shape), layout.parts, layout.owners)
     whole = labelled(*layout.shape)
     sections = dict(zip([p.name for p in layout.parts], whole.split([p.size for p in layout.parts], dim), strict=True))
-    for shard in range(shards):
-        held = take_pieces(whole, layout, shard).split(layout.local_sections(shard), dim)
-        for part, rows in zip(layout.parts, held, strict=True):
-            run = part.runs[shard]
-            assert torch.equal(rows, sections[part.name].narrow(dim, run.start, run.length))
+    for rank in range(ranks):
+        held = iter(take_pieces(whole, layout, rank).split(layout.local_sections(rank), dim))
+        for shard in range(*layout.rank_shards[rank]):
+            for part in layout.parts:
+                run = part.runs[shard]
+                assert torch.equal(next(held), sections[part.name].narrow(dim, run.start, run.length))

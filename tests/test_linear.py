@@ -380,7 +380,7 @@ def autocast(group: TPGroup, sequence_parallel: bool) -> None:
     loose = {"rtol": 0.03, "atol": 0.03}
     assert_close(result, y[mine], **loose)
     assert given.grad is not None and given.grad.dtype == torch.float32
-    assert_close(given.grad, x.grad[mine], **loose)  # type: ignore[index]
+    assert_close(given.grad, x.grad[mine], **loose)
     for ours, theirs in ((first, whole[0]), (second, whole[1])):
         gathered = gather_state(ours, group, gradients=True)
         for name, parameter in theirs.named_parameters():

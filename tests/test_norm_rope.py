@@ -158,7 +158,7 @@ def norm_of_tokens(group: TPGroup, kind: type[RMSNorm | LayerNorm]) -> None:
     mine = rows_of(7, group)
     given = x.detach()[mine].clone().requires_grad_()
     norm(given).backward(dy[mine])
-    assert_close(given.grad, x.grad[mine], **EXACT)  # type: ignore[index]
+    assert_close(given.grad, x.grad[mine], **EXACT)
     for name, gradient in gather_state(norm, group, gradients=True).items():
         assert_close(gradient, getattr(whole, name).grad, **EXACT)
 

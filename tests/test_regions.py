@@ -155,7 +155,7 @@ def test_tokens_in_any_number(pool: Pool, ranks: int, tokens: int) -> None:
 
 
 def test_token_counts_are_dealt_evenly() -> None:
-    counts = [token_counts(7, TPGroup(0, n, object() if n > 1 else None)) for n in (1, 2, 3, 4)]  # type: ignore[arg-type]
+    counts = [token_counts(7, TPGroup(0, n, object() if n > 1 else None)) for n in (1, 2, 3, 4)]
     assert counts == [[7], [4, 3], [3, 2, 2], [2, 2, 2, 1]]
 
 
@@ -247,7 +247,7 @@ def siblings(group: TPGroup) -> tuple[float, float]:
     assert x.grad is not None
     twice, x.grad = x.grad, None
     (copy_to_ranks(x, group) + x).backward()
-    return twice.item(), x.grad.item()  # type: ignore[attr-defined]
+    return twice.item(), x.grad.item()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -270,7 +270,7 @@ def planted_siblings(group: TPGroup) -> float:
 
     x = torch.ones((), dtype=torch.float64, requires_grad=True)
     (InPlace.apply(x) + InPlace.apply(x)).backward()
-    return x.grad.item()  # type: ignore[union-attr]
+    return x.grad.item()
 
 
 def test_sibling_branches_tell_an_all_reduce_in_place(pool: Pool) -> None:
@@ -289,7 +289,7 @@ def copies_of_many(group: TPGroup) -> list[str]:
     copies = copies_for_ranks(tensors, group)
     assert all(torch.equal(c, t) for c, t in zip(copies, tensors, strict=True))
     with OpRecord() as record:
-        sum((copies[i] * cotangents[i][group.rank]).sum() for i in range(4)).backward()  # type: ignore[union-attr]
+        sum((copies[i] * cotangents[i][group.rank]).sum() for i in range(4)).backward()
     for i in (0, 1, 2):
         assert_close(tensors[i].grad, cotangents[i].sum(0), **EXACT)
     assert tensors[3].grad is None
@@ -353,8 +353,8 @@ def empty_tokens(group: TPGroup) -> list[tuple[int, ...]]:
         reduce_from_ranks(x, group),
         copy_to_ranks(x, group),
     ]
-    sum(result.sum() for result in results).backward()  # type: ignore[union-attr]
-    return [tuple(result.shape) for result in results] + [tuple(x.grad.shape)]  # type: ignore[union-attr]
+    sum(result.sum() for result in results).backward()
+    return [tuple(result.shape) for result in results] + [tuple(x.grad.shape)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -107,13 +107,13 @@ def test_building_and_training_leave_the_global_random_state_alone(placement: Pl
 
     import numpy as np
 
-    python, numpy, before = random.getstate(), np.random.get_state()[1].copy(), random_states()  # type: ignore[index, union-attr]
+    python, numpy, before = random.getstate(), np.random.get_state()[1].copy(), random_states()
     model = Decoder(ModelConfig(**{**vars(CONFIG), "placement": placement}), group=single_device())
     ids = torch.arange(10).view(2, 5)
     model(ids, ids, step=0).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, random_states(), strict=True))
     assert random.getstate() == python
-    assert (np.random.get_state()[1] == numpy).all()  # type: ignore[index, union-attr]
+    assert (np.random.get_state()[1] == numpy).all()
 
 
 def test_the_global_random_state_does_not_matter() -> None:
@@ -140,7 +140,7 @@ def test_the_single_device_by_itself() -> None:
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (2, 2), (0, 0)])
 def test_ranks_outside_the_group(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} is outside a tensor-parallel group of size {size}"):
-        TPGroup(rank, size, object())  # type: ignore[arg-type]
+        TPGroup(rank, size, object())
 
 
 def test_several_ranks_need_a_process_group() -> None:
@@ -150,7 +150,7 @@ def test_several_ranks_need_a_process_group() -> None:
 
 def test_a_group_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        single_device().size = 2  # type: ignore[misc]
+        single_device().size = 2
 
 
 def from_process_group(group: TPGroup) -> tuple[Any, ...]:

@@ -144,7 +144,7 @@ def there_and_back(group: TPGroup, config: ModelConfig) -> tuple[dict[str, Tenso
     scatter_state(model, gathered, group)
     gathered["embedding.weight"].zero_()
     assert model.embedding.weight.any(), "the model is a view of what was scattered"
-    return dict(model.named_parameters()), gathered  # type: ignore[return-value]
+    return dict(model.named_parameters()), gathered
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -172,7 +172,7 @@ def test_c49_gate_and_up_are_cut_alike(pool: Pool) -> None:
 def reshard(group: TPGroup, config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = decoder(config, group)
     scatter_state(model, state, group)
-    return dict(model.named_parameters()), gather_state(model, group)  # type: ignore[return-value]
+    return dict(model.named_parameters()), gather_state(model, group)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -286,6 +286,33 @@ def test_c78_saved_on_some_ranks_and_resumed_on_others(pool: Pool, tmp_path: Pat
     assert weights.keys() == {key for key, _, _ in named_layouts(decoder(config, single_device()))}
     for meta in metadata.values():  # every element is there once, also of rows that several ranks hold
         assert sum(math.prod(chunk.sizes) for chunk in meta.chunks) == math.prod(meta.size)
+
+
+def save_labels(group: TPGroup, config: ModelConfig, path: Path, virtual_shards: int | None) -> None:
+    group = group.with_virtual_shards(virtual_shards)
+    model = decoder(config, group)
+    scatter_state(model, labels(model), group)
+    save_checkpoint(path, model, group)
+
+
+def load_labels(group: TPGroup, config: ModelConfig, path: Path, virtual_shards: int | None) -> None:
+    group = group.with_virtual_shards(virtual_shards)
+    model = decoder(config, group)
+    load_checkpoint(path, model, group)
+    state = labels(model)
+    for name, parameter, layout in named_layouts(model):
+        assert torch.equal(parameter, take_pieces(state[name], layout, group.rank)), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_checkpoints_go_between_virtual_shards_and_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
+    """A rank with several virtual shards may hold the same KV rows twice."""
+    config = CONFIGS[name]
+    for at, virtual_shards in ((2, 4), (1, 4), (3, None)):
+        path = tmp_path / f"{at} {virtual_shards}"
+        pool.run(at, save_labels, config, path, virtual_shards)
+        for ranks, other in ((1, None), (3, None), (1, 4), (2, 4), (3, 4)):
+            pool.run(ranks, load_labels, config, path, other)
 
 
 def save_half(group: TPGroup, path: Path) -> None:
