@@ -22,6 +22,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("tpblock needs Python 3.11 or newer, $(PYTHON) is %d.%d: name another one with make PYTHON=..." % v[:2])'
+	@echo "Installing into .venv what constraints.txt pins (the largest is torch). This takes a few minutes, once."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test]'

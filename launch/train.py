@@ -21,7 +21,7 @@ from torch import Tensor
 
 from launch.data import VOCABULARY, Corpus
 from launch.environment import Environment, Options, UserError, launch, parse
-from launch.report import TOLERANCES, Reporter, Trace, compare
+from launch.report import TOLERANCES, Reporter, Tolerances, Trace, compare
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
@@ -53,7 +53,7 @@ class TrainConfig(Options):
     """Invariant mode: cut the model into that many shards, and compute the same bytes on every number of ranks up to it."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number format of parameters and activations. float64 compares best with the single device, bfloat16 worst."""
-    steps: int = 300
+    steps: int = 400
     """Optimizer steps."""
     batch: int = 8
     """Sequences a step, over all ranks."""
@@ -220,7 +220,7 @@ def train(config: TrainConfig, env: Environment) -> None:
             for step in reporter.steps("one device", single.first_step):
                 single.step(step)
             single_weights = gather_state(single.model, single.group)
-            allowed = (0.0, 0.0) if config.virtual_shards else TOLERANCES[config.dtype]
+            allowed: Tolerances = (0.0, 0.0) if config.virtual_shards else TOLERANCES[config.dtype]
             comparison = compare(trainer.trace, weights, single.trace, single_weights, allowed, trainer.first_step)
             reporter.comparison(comparison, env.group.size)
         reporter.finish()

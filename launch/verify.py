@@ -1,6 +1,6 @@
 """Runs a model on the ranks given and compares it with the single device: byte by byte in invariant mode, else by tolerances.
 
-    torchrun --nproc-per-node 4 -m launch.verify --model llama-2-7b --layers 1 --virtual-shards 4
+torchrun --nproc-per-node 4 -m launch.verify --model llama-2-7b --layers 1 --virtual-shards 4
 """
 
 from __future__ import annotations
@@ -173,9 +173,13 @@ def verify(config: VerifyConfig, env: Environment) -> None:
     """The program: what every rank runs."""
     with env.together("settings"):
         if config.steps < 1 or config.batch < 1 or config.seq_len < 1:
-            raise ValueError(f"--steps, --batch and --seq-len must be at least 1, got {config.steps}, {config.batch}, {config.seq_len}")
+            raise ValueError(
+                f"--steps, --batch and --seq-len must be at least 1, got {config.steps}, {config.batch}, {config.seq_len}"
+            )
         if env.world > env.group.size:
-            raise ValueError(f"{env.world} ranks with --tp {env.group.size}: verify runs one replica, start {env.group.size} ranks")
+            raise ValueError(
+                f"{env.world} ranks with --tp {env.group.size}: verify runs one replica, start {env.group.size} ranks"
+            )
         shape = config.model_config()
     console = Console(quiet=not env.is_main, highlight=False)
     mode = f"invariant mode, {config.virtual_shards} virtual shards" if config.virtual_shards else "default mode"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers torch.ops._c10d_functional)
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 from parallel.group import TPGroup

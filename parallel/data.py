@@ -47,7 +47,9 @@ class ReplicaAverage:
         leaves, self._leaves = self._leaves, []
         due = len(self.replicas.local_shards)
         if len(leaves) != due:
-            raise ValueError(f"replica {self.replicas.rank} has {due} of {self.replicas.shards} micro-batches, got {len(leaves)}")
+            raise ValueError(
+                f"replica {self.replicas.rank} has {due} of {self.replicas.shards} micro-batches, got {len(leaves)}"
+            )
         for parameter, *grads in zip(self.model.parameters(), *leaves, strict=True):
             if parameter.requires_grad:
                 given = [torch.zeros_like(parameter) if grad is None else grad for grad in grads]

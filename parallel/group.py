@@ -41,7 +41,9 @@ class TPGroup:
         if self.virtual_shards is not None and self.virtual_shards < 1:
             raise ValueError(f"there must be at least one virtual shard, not {self.virtual_shards} virtual shards")
         if self.virtual_shards is not None and self.virtual_shards < self.size:
-            raise ValueError(f"{self.virtual_shards} virtual shards cannot be dealt over {self.size} ranks, one would own none")
+            raise ValueError(
+                f"{self.virtual_shards} virtual shards cannot be dealt over {self.size} ranks, one would own none"
+            )
 
     def __deepcopy__(self, _: object) -> TPGroup:
         """Itself: a copy of a module communicates over the same ranks, and a process group cannot be copied."""

@@ -1,16 +1,16 @@
 """The conjugate pairs of tensor parallelism: what is one collective forward is its transpose backward.
 
-| function              | forward                            | backward                           | Megatron-LM's name                      |
-|-----------------------|------------------------------------|------------------------------------|-----------------------------------------|
-| copy_to_ranks         | identity                           | all-reduce                         | copy_to_tensor_model_parallel_region    |
-| reduce_from_ranks     | all-reduce                         | identity                           | reduce_from_tensor_model_parallel_region|
-| scatter_to_ranks      | this rank's pieces                 | gather                             | scatter_to_tensor_model_parallel_region |
-| gather_from_ranks     | gather the pieces                  | this rank's pieces                 | gather_from_tensor_model_parallel_region|
-| gather_tokens         | all-gather of token rows           | reduce-scatter                     | gather_from_sequence_parallel_region    |
-| reduce_scatter_tokens | reduce-scatter of token rows       | all-gather                         | reduce_scatter_to_sequence_parallel_reg.|
-| split_tokens          | this rank's token rows             | all-gather                         | scatter_to_sequence_parallel_region     |
-| merge_tokens          | all-gather of token rows           | this rank's token rows             |                                         |
-| sum_over_holders      | identity                           | sum of the rows that ranks share   |                                         |
+| function              | forward                  | backward           | Megatron-LM's name                         |
+|-----------------------|--------------------------|--------------------|--------------------------------------------|
+| copy_to_ranks         | identity                 | all-reduce         | copy_to_model_parallel_region              |
+| reduce_from_ranks     | all-reduce               | identity           | reduce_from_model_parallel_region          |
+| scatter_to_ranks      | this rank's pieces       | gather             | scatter_to_model_parallel_region           |
+| gather_from_ranks     | gather the pieces        | this rank's pieces | gather_from_model_parallel_region          |
+| gather_tokens         | all-gather of tokens     | reduce-scatter     | gather_from_sequence_parallel_region       |
+| reduce_scatter_tokens | reduce-scatter of tokens | all-gather         | reduce_scatter_to_sequence_parallel_region |
+| split_tokens          | this rank's tokens       | all-gather         | scatter_to_sequence_parallel_region        |
+| merge_tokens          | all-gather of tokens     | this rank's tokens |                                            |
+| sum_over_holders      | identity                 | sum of shared rows |                                            |
 
 The pairs hold when the loss is computed alike on every rank (a replicated loss, which is what all functions of this library
 give). Everything is out of place: an incoming gradient is never written to, since a sibling branch may hold the same tensor.

@@ -190,12 +190,13 @@ def dropout(
     """
     if not 0 <= p < 1:
         raise ValueError(f"the dropout probability must be in [0, 1), got {p}")
-    if p == 0 or x.numel() == 0:
+    if p == 0:
         return x
-    run = x.numel() if run is None else run
+    # Ranks without tokens (numel 0) go on, too: their recomputation in backward has to take the same course as the others'.
+    run = max(x.numel(), 1) if run is None else run
     if run < 1 or x.numel() % run:
         raise ValueError(f"runs of {run} indices do not cover {x.numel()} elements (shape {tuple(x.shape)})")
-    if stride is None and run != x.numel():
+    if stride is None and run < x.numel():
         raise ValueError(f"{x.numel() // run} runs of {run} indices need a stride")
     _check_word("dropout offset", offset)
     keys = _word_tensor("dropout key", key, x.device), _word_tensor("dropout step", step, x.device)

@@ -66,6 +66,13 @@ def test_the_comparison_finds_what_differs() -> None:
     assert apart.differences[-1].relative == pytest.approx(0.05, rel=1e-3)
 
 
+def test_later_steps_in_bfloat16_are_shown_but_not_judged() -> None:
+    weights, off = {"a": torch.ones(4)}, {"a": torch.zeros(4)}
+    drifted = compare(trace(4, 3, 2, 1), off, trace(4, 3, 2, 3), weights, TOLERANCES["bfloat16"])
+    assert drifted.equal and drifted.differences[-1].relative == 1.0
+    assert not compare(trace(4, 3, 2.1, 1), off, trace(4, 3, 2, 3), weights, TOLERANCES["bfloat16"]).equal
+
+
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_loss_that_is_no_number_differs(at: int) -> None:
     values = [4.0, 3.0, 2.0, 1.0]

@@ -39,7 +39,7 @@ class Case:
     """A model, how it runs, and what it trains on."""
 
     config: ModelConfig = TINY
-    virtual_shards: int = 4
+    virtual_shards: int | None = 4
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     sequence_parallel: bool = False
@@ -166,7 +166,9 @@ def test_twenty_steps(pool: Pool, ranks: int) -> None:
 def test_runs_of_eight_virtual_shards(wide_pool: Pool, ranks: int) -> None:
     """Uneven runs of one, two and three shards, and a rank for every shard."""
     config = dataclasses.replace(TINY, kv_heads=2, **DROPOUT)
-    cases = [Case(config, virtual_shards=8, sequence_parallel=sp, **p) for sp, p in ((True, PRECISIONS[0]), (False, PRECISIONS[1]))]
+    cases = [
+        Case(config, virtual_shards=8, sequence_parallel=sp, **p) for sp, p in ((True, PRECISIONS[0]), (False, PRECISIONS[1]))
+    ]
     assert wide_pool.run(ranks, against_single, cases)[0] == [[]] * 2
 
 
@@ -213,12 +215,25 @@ def drawn_cases(draw: st.DrawFn) -> tuple[int, Case]:
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(drawn=drawn_cases())
 def test_a_hundred_drawn_configurations(pool: Pool, drawn: tuple[int, Case]) -> None:
     ranks, case = drawn
     assert pool.run(ranks, against_single, [case])[0] == [[]]
+
+
+@pytest.mark.parametrize("virtual_shards", [None, 4])
+def test_ranks_without_tokens(pool: Pool, virtual_shards: int | None) -> None:
+    """They recompute the same course in backward as the others do, or these would wait for them."""
+    config = dataclasses.replace(TINY, **DROPOUT)
+    case = Case(config, virtual_shards, sequence_parallel=True, activation_checkpointing=True, batch=2, seq=1)
+    found = pool.run(4, against_single, [case])[0][0]
+    assert virtual_shards is None or found == []
 
 
 # Each rule broken on purpose.
@@ -366,7 +381,9 @@ def test_data_parallel_replicas(pool: Pool, precision: dict[str, Any]) -> None:
     case = Case(dataclasses.replace(TINY, **DROPOUT), batch=8, **precision)
     two = {tp: pool.run_mesh(tp, 2, train_replicas, case, None)[0] for tp in (1, 2)}
     assert differing(two[1], two[2]) == []
-    fixed = {(tp, dp): pool.run_mesh(tp, dp, train_replicas, case, 4)[0] for tp, dp in ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))}
+    fixed = {
+        (tp, dp): pool.run_mesh(tp, dp, train_replicas, case, 4)[0] for tp, dp in ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))
+    }
     for run in fixed.values():
         assert differing(run, fixed[1, 1]) == []
     assert differing(two[1], fixed[1, 1])  # two halves are not four quarters: the comparison can tell

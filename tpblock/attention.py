@@ -46,9 +46,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.parallel = config, parallel
-        self.parts: tuple[Part, ...] = attention_parts(
-            config.heads, config.kv_heads, config.head_dim, parallel.group.shards
-        )
+        self.parts: tuple[Part, ...] = attention_parts(config.heads, config.kv_heads, config.head_dim, parallel.group.shards)
         q, k, _ = self.parts
         self.shards = [
             HeadShard(*(rows // config.head_dim for rows in (q.runs[s].start, q.runs[s].length, k.runs[s].length)))

@@ -23,7 +23,9 @@ class Dropout(nn.Module):
         """Ties the masks to (seed, name); ``name`` is the module's path in the model."""
         self.key = rng.stream_key(seed, name)[0]
 
-    def forward(self, x: Tensor, context: Context, *, offset: int, run: int | None = None, stride: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Context, *, offset: int, run: int | None = None, stride: int | None = None
+    ) -> Tensor:
         """x with elements dropped; ``offset``, ``run``, ``stride`` give its global coordinates as in ``rng.dropout``."""
         if self.p == 0 or not self.training:
             return x

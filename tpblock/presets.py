@@ -93,7 +93,7 @@ PRESETS: dict[str, Preset] = {
             placement=Placement.PARALLEL,
             tied_embeddings=True,
         ),
-        "Chowdhery et al., PaLM (2022), table 1: parallel block, multi-query, SwiGLU. PaLM's LayerNorm has a scale only: RMSNorm here",
+        "Chowdhery et al., PaLM (2022), table 1: parallel block, multi-query, SwiGLU. Its LayerNorm has no bias: RMSNorm here",
     ),
 }
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 
-def rotary_tables(positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """cos and sin of ``position * theta^(-2i/rotary_dim)``, each [len(positions), rotary_dim / 2], in ``dtype``."""
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
     angles = positions.to(dtype)[:, None] * theta**-exponents
