@@ -23,7 +23,7 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
     float64 gradients. One collective of one number.
 
     Raises:
-        ValueError: for another p, or if no parameter has a gradient.
+        ValueError: for another p, if no parameter has a gradient, or if the group's virtual shards are not the model's.
     """
     if p not in (1.0, 2.0, math.inf):
         raise ValueError(f"the gradient norm is defined for p = 1, 2 and inf, got {p}")
@@ -32,6 +32,12 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
         raise ValueError("no parameter has a gradient: call grad_norm after loss.backward()")
     whole = [grad for grad, layout in entries if layout.replicated]
     cut = [(grad, layout) for grad, layout in entries if not layout.replicated]
+    for _, layout in cut:
+        if layout.rank_shards != group.owners:
+            raise ValueError(
+                f"the model is cut into {len(layout.parts[0].runs)} shards, the group given into {group.shards}: "
+                "pass the group that the model was built with (Decoder.group)"
+            )
     if group.invariant and cut:
         total = _invariant_power(whole, cut, group, p)
     else:

@@ -9,11 +9,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +19,10 @@ from launch import environment
 from launch.train import TrainConfig
 from parallel.checkpoint import load_checkpoint
 from parallel.group import single_device
+from tests.programs import ROOT, Ended, python, torchrun
 from tpblock import Decoder
 
-ROOT = Path(__file__).parents[1]
 TINY = shlex.split("--dim 32 --layers 1 --heads 2 --kv-heads 1 --batch 2 --seq-len 16 --validation-batches 1 --device cpu")
-# No run here takes longer than this by itself; the time of the tests is mostly that of importing torch.
-BOUND = 180.0
 
 FAULTY = """
 import os, signal, sys, time
@@ -51,39 +44,6 @@ def fail(*_):
 launch.train.Trainer.step = step
 launch.train.main()
 """
-
-
-@dataclass
-class Ended:
-    code: int
-    output: str
-    errors: str
-    seconds: float
-
-
-def start(command: list[str], cwd: Path, timeout: float = BOUND) -> Ended:
-    """Runs a command in a session of its own and kills all of it if it does not end."""
-    outer = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
-    env = {**outer, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        pytest.fail(f"{command} did not end in {timeout} s\n{output}\n{errors}")
-    return Ended(process.returncode, output, errors, time.monotonic() - began)
-
-
-def python(*arguments: str, cwd: Path) -> Ended:
-    return start([sys.executable, *arguments], cwd)
-
-
-def torchrun(ranks: int, *arguments: str, cwd: Path) -> Ended:
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments, cwd=cwd)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
