@@ -136,7 +136,7 @@ class Environment:
         try:
             yield
         except (ValueError, UserError) as error:
-            problem = str(error)
+            problem = str(error) or type(error).__name__
         problems = self.exchange(what, problem)
         failed = {rank: text for rank, text in enumerate(problems) if text}
         if len(failed) == self.world and len(set(problems)) == 1:
@@ -175,6 +175,13 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, local
     if wanted == "cuda" or (wanted == "auto" and gpus >= local_world):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Has CUDA give the same bits each time, which invariant mode asks for. On the CPU that is so anyway."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None, program: str) -> T:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from launch.data import VOCABULARY, Corpus
-from launch.environment import Environment, Options, UserError, launch, parse
+from launch.environment import Environment, Options, UserError, launch, make_deterministic, parse
 from launch.report import TOLERANCES, Reporter, Tolerances, Trace, compare
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.gradients import clip_grad_norm_
@@ -195,6 +195,8 @@ class Trainer:
 
 def train(config: TrainConfig, env: Environment) -> None:
     """The program: what every rank runs."""
+    if config.virtual_shards is not None:
+        make_deterministic(env.device)
     with env.together("settings"):
         config.check(env)
         corpus = Corpus.standard_library()
@@ -220,7 +222,7 @@ def train(config: TrainConfig, env: Environment) -> None:
             for step in reporter.steps("one device", single.first_step):
                 single.step(step)
             single_weights = gather_state(single.model, single.group)
-            allowed: Tolerances = (0.0, 0.0) if config.virtual_shards else TOLERANCES[config.dtype]
+            allowed: Tolerances = (0.0, 0.0) if config.virtual_shards is not None else TOLERANCES[config.dtype]
             comparison = compare(trainer.trace, weights, single.trace, single_weights, allowed, trainer.first_step)
             reporter.comparison(comparison, env.group.size)
         reporter.finish()

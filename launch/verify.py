@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.environment import Environment, Options, launch, parse
+from launch.environment import Environment, Options, launch, make_deterministic, parse
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
 from parallel.regions import merge_tokens
@@ -99,21 +99,25 @@ class Outcome:
     collectives: Counter[str]
 
 
-def compute(config: VerifyConfig, group: TPGroup, device: torch.device) -> Outcome:
-    """Forward, backward, clipping and AdamW on one group."""
-    if config.virtual_shards:
-        group = group.with_virtual_shards(config.virtual_shards)
+def build(config: VerifyConfig, group: TPGroup, device: torch.device) -> Decoder:
+    """The model on one group. No rank waits for another here, so that one that cannot read a file can say so."""
     options: dict[str, Any] = {
         "group": group,
+        "virtual_shards": config.virtual_shards,
         "sequence_parallel": config.sequence_parallel,
         "reduce_dtype": torch.float32 if config.fp32_sums else None,
         "activation_checkpointing": config.activation_checkpointing,
         "dtype": getattr(torch, config.dtype),
         "device": device,
+        "seed": config.seed,
     }
     shape = config.model_config()
-    folder = Path(config.model).is_dir()
-    model = load_pretrained(config.model, config=shape, **options) if folder else Decoder(shape, seed=config.seed, **options)
+    return load_pretrained(config.model, config=shape, **options) if Path(config.model).is_dir() else Decoder(shape, **options)
+
+
+def compute(config: VerifyConfig, model: Decoder, device: torch.device) -> Outcome:
+    """Forward, backward, clipping and AdamW."""
+    group, vocab_size = model.group, model.config.vocab_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     kinds = ("hidden states", "loss", "gradients", "gradient norm", "clipped gradients", "weights")
     tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -122,7 +126,7 @@ def compute(config: VerifyConfig, group: TPGroup, device: torch.device) -> Outco
     generator = torch.Generator().manual_seed(config.seed)
     counting = Counting()
     for step in range(config.steps):
-        ids = torch.randint(shape.vocab_size, (config.batch, config.seq_len + 1), generator=generator).to(device)
+        ids = torch.randint(vocab_size, (config.batch, config.seq_len + 1), generator=generator).to(device)
         with counting:
             loss = model(ids[:, :-1], labels=ids[:, 1:], step=step)
             loss.backward()
@@ -182,15 +186,20 @@ def verify(config: VerifyConfig, env: Environment) -> None:
             )
         shape = config.model_config()
     console = Console(quiet=not env.is_main, highlight=False)
-    mode = f"invariant mode, {config.virtual_shards} virtual shards" if config.virtual_shards else "default mode"
+    invariant = config.virtual_shards is not None
+    mode = f"invariant mode, {config.virtual_shards} virtual shards" if invariant else "default mode"
     console.print(f"{config.model}: {shape.parameters():,} parameters, {config.dtype}, {env.group.size} ranks, {mode}")
+    if invariant:
+        make_deterministic(env.device)
     with env.together("model"):
-        ours = compute(config, env.group, env.device)
+        model = build(config, env.group, env.device)
+    with env.together("results"):
+        ours = compute(config, model, env.device)
     env.close()  # the single device is the business of rank 0 alone, nobody waits for it
     if not env.is_main:
         return
-    single = compute(config, single_device(), env.device)
-    table, equal = compare(ours, single, None if config.virtual_shards else TOLERANCES[config.dtype])
+    single = compute(config, build(config, single_device(), env.device), env.device)
+    table, equal = compare(ours, single, None if invariant else TOLERANCES[config.dtype])
     console.print(table)
     counts = ", ".join(f"{count} {name}" for name, count in sorted(ours.collectives.items())) or "none"
     console.print(f"collectives of {config.steps} forward and backward passes: {counts}")

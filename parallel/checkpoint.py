@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import Layout, Piece
-from parallel.state import named_layouts
+from parallel.state import NamedLayout, named_layouts
 
 
 class _ShardOfGlobal(Tensor):
@@ -141,6 +141,7 @@ def load_checkpoint(
     weights = [torch.empty_like(parameter, requires_grad=False) for _, parameter, _ in entries]
     state = {e.name: _as_stored(local, e.layout, group) for e, local in zip(entries, weights, strict=True)}
     moments: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for _, parameter, _ in entries}
+    counters_beside = _counters_beside(optimizer) if optimizer else set()
     for name, parameter, layout in entries if optimizer else ():
         prefix = f"optimizer.{name}."
         for key, meta in stored.items():
@@ -148,7 +149,8 @@ def load_checkpoint(
                 assert isinstance(meta, TensorStorageMetadata)
                 shaped = tuple(meta.size) == layout.shape
                 dtype = meta.properties.dtype
-                local = torch.empty_like(parameter, dtype=dtype) if shaped else torch.empty(meta.size, dtype=dtype)
+                device = parameter.device if shaped or parameter in counters_beside else torch.device("cpu")
+                local = torch.empty(parameter.shape if shaped else meta.size, dtype=dtype, device=device)
                 moments[parameter][key.removeprefix(prefix)] = local
                 state[key] = _as_stored(local, layout, group) if shaped else local
     if optimizer and not any(moments.values()):
@@ -165,7 +167,13 @@ def load_checkpoint(
     return json.loads((path / "extra.json").read_text())
 
 
-def _check_stored(path: Path, stored: Mapping[str, Any], entries: list[Any]) -> None:
+def _counters_beside(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    """The parameters whose step counters the optimizer wants on their device; those of the others are on the CPU."""
+    beside = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {parameter for group in beside for parameter in group["params"]}
+
+
+def _check_stored(path: Path, stored: Mapping[str, Any], entries: Sequence[NamedLayout]) -> None:
     names = {entry.name for entry in entries}
     if missing := sorted(names - stored.keys()):
         raise ValueError(f"{path} lacks {', '.join(missing)}")
@@ -192,7 +200,7 @@ def _agree(failed: bool, group: TPGroup, message: str, kind: type[Exception] = V
         raise kind(message)
 
 
-def _run(action: Any, what: str) -> None:
+def _run(action: Callable[[], object], what: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single device is no mistake

@@ -13,6 +13,7 @@ from parallel.group import TPGroup
 from parallel.layout import Layout, Piece
 from parallel.regions import replace_shared_rows, shared_rows
 from parallel.state import NamedLayout, named_layouts
+from parallel.virtual import aligned
 
 
 @torch.no_grad()
@@ -20,7 +21,7 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
     """The p-norm (p = 1, 2 or inf) of all gradients as one global vector, a 0-d tensor that is the same on every rank.
 
     Replicated parameters count once, and so do rows that several ranks hold. Powers are summed in float32, or float64 for
-    float64 gradients. One collective of one number.
+    float64 gradients. One collective, of one number, or in invariant mode of one a shard and parameter.
 
     Raises:
         ValueError: for another p, if no parameter has a gradient, or if the group's virtual shards are not the model's.
@@ -58,7 +59,7 @@ def _invariant_power(whole: list[Tensor], cut: list[tuple[Tensor, Layout]], grou
         for grad, layout in cut:
             owned = set(layout.owned(group.rank))
             mine = [piece for piece in layout.pieces_by_shard(group.rank)[i] if piece in owned]
-            views = [view.contiguous() for view in _owned_views(grad, layout, mine)]
+            views = [aligned(view) for view in _owned_views(grad, layout, mine)]
             powers.append(_power(views, p, grad.device))
         shards.append(torch.stack(powers))
     everyone = collectives.all_gather(torch.stack(shards), group, [run.length for run in group.owners])

@@ -194,6 +194,12 @@ class Layout:
         """The parts of which several shards hold the same rows (KV heads, when there are more shards than KV heads)."""
         return tuple(part for part in self.parts if len(set(part.runs)) < len(part.runs))
 
+    @cached_property
+    def features(self) -> Layout:
+        """How activations are cut whose last dimension runs along the cut dimension of this tensor."""
+        assert self.dim is not None
+        return Layout((self.shape[self.dim],), -1, self.parts, self.owners)
+
     def local_size(self, rank: int) -> int:
         """The length of the cut dimension on ``rank``."""
         return sum(self.shard_sizes(rank))

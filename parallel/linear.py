@@ -33,6 +33,7 @@ from parallel.virtual import (
     by_token_shard,
     check_supported,
     copy_to_shards,
+    forbid_compilation,
     gather_to_shards,
     sum_shards,
     weight_shards,
@@ -117,9 +118,9 @@ def column_parallel_linear(
         if tokens is not None and sequence_parallel:
             copies: Sequence[Tensor] = gather_to_shards(x, tokens, group, reduce_dtype)
         else:
-            copies = [copy for (copy,) in copy_to_shards([x.flatten(0, -2)], group, reduce_dtype)]
+            copies = [copy for (copy,) in copy_to_shards([aligned(_as_matrix(x))], group, reduce_dtype)]
         ys = linear_shards(copies, weight, bias, layout, group)
-        return ys if sequence_parallel else [y.view(*x.shape[:-1], -1) for y in ys]
+        return ys if sequence_parallel else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
     if group.size == 1:
         return [F.linear(x, weight, bias)]
     if torch.is_autocast_enabled(x.device.type):
@@ -219,8 +220,7 @@ class ColumnParallelLinear(nn.Module):
         shards = self.shards(x, tokens)
         y = shards[0] if len(shards) == 1 else torch.cat(shards, -1)
         if self.gather_output:
-            layout = self.layouts["weight"]
-            y = gather_from_ranks(y, Layout((self.out_features,), -1, layout.parts, layout.owners), self.group)
+            y = gather_from_ranks(y, self.layouts["weight"].features, self.group)
         return y
 
     def shards(self, x: Tensor, tokens: int | None = None) -> list[Tensor]:
@@ -253,7 +253,7 @@ class ColumnParallelLinear(nn.Module):
         return weight, sum_over_holders(self.bias, self.layouts["bias"], self.group, self.reduce_dtype)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The local parts of an output [..., O_r], in order, as views."""
+        """The local parts of an output [..., O_r], in order (in invariant mode those of each shard in turn), as views."""
         return y.split(self.layouts["weight"].local_sections(self.group.rank), dim=-1)
 
     def extra_repr(self) -> str:
@@ -339,8 +339,8 @@ class RowParallelLinear(nn.Module):
         if not self.group.invariant:
             return [F.linear(xs[0], self.weight)]
         check_supported(xs[0])
-        leaves = linear_shards([x.flatten(0, -2) for x in xs], self.weight, None, layout, self.group)
-        return [leaf.view(*xs[0].shape[:-1], -1) for leaf in leaves]
+        leaves = linear_shards([_as_matrix(x) for x in xs], self.weight, None, layout, self.group)
+        return [leaf.view(*xs[0].shape[:-1], self.out_features) for leaf in leaves]
 
     def reduce(self, leaves: Sequence[Tensor]) -> Tensor:
         """The sum of all ranks' summands (without the bias): [T, O], or [T_r, O] under sequence parallelism.
@@ -358,7 +358,10 @@ class RowParallelLinear(nn.Module):
         if self.bias is None:
             return y
         if self.group.invariant:
-            tokens = tokens if self.sequence_parallel else None
+            if not self.sequence_parallel:
+                tokens = None
+            elif tokens is None:
+                raise ValueError("with sequence parallelism, invariant mode needs the number of tokens on all ranks")
             return by_token_shard(torch.add, [y], [self.bias], group=self.group, tokens=tokens, reduce_dtype=self.reduce_dtype)
         bias = copy_to_ranks(self.bias, self.group, self.reduce_dtype) if self.sequence_parallel else self.bias
         return y + bias.to(y.dtype)  # autocast leaves sums alone, and would make y float32 here
@@ -369,7 +372,7 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             if x.shape[-1] != self.in_features:
                 raise ValueError(f"RowParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
-            x = scatter_to_ranks(x, Layout((self.in_features,), -1, layout.parts, layout.owners), self.group)
+            x = scatter_to_ranks(x, layout.features, self.group)
         elif x.shape[-1] != layout.local_size(rank):
             raise ValueError(
                 f"RowParallelLinear expects this rank's {layout.local_size(rank)} of {self.in_features} inputs, "
@@ -395,6 +398,8 @@ def check_sizes(layer: str, in_features: int, out_features: int) -> None:
 
 
 def check_parts(layer: str, parts: Sequence[Part], group: TPGroup) -> None:
+    if group.invariant:
+        forbid_compilation()
     for part in parts:
         if len(part.runs) != group.shards:
             raise ValueError(f"{layer}: part {part.name} is dealt over {len(part.runs)} shards, the group has {group.shards}")

@@ -150,7 +150,7 @@ class _ReduceScatterTokens(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], group: TPGroup, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.counts, ctx.group = counts, group
-        return collectives.start_reduce_scatter(x, group, counts, reduce_dtype)()
+        return collectives.start_reduce_scatter(x, group, counts, reduce_dtype)().detach()  # as in _ReduceFromRanks
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

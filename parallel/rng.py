@@ -278,6 +278,6 @@ def _signed(word: int) -> int:
 def _word_tensor(what: str, value: int | Tensor, device: torch.device) -> Tensor:
     """A key or step as a 0-d tensor: compilers take a changing tensor for a variable."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, non_blocking=True)
     _check_word(what, value)
     return torch.full((), value, dtype=torch.int64, device=device)

@@ -48,7 +48,7 @@ class _CopyToShards(Function):
         each = len(grads) // len(ctx.group.local_shards)
         leaves = [torch.cat([g.reshape(-1) for g in grads[at : at + each]]) for at in range(0, len(grads), each)]
         total = _tree_sum(leaves, ctx.group, None, ctx.reduce_dtype).split([g.numel() for g in grads[:each]])
-        return None, None, *(t.view(g.shape) for t, g in zip(total, grads[:each], strict=True))
+        return None, None, *(t.view(g.shape).to(g.dtype) for t, g in zip(total, grads[:each], strict=True))
 
 
 class _GatherToShards(Function):
@@ -57,7 +57,7 @@ class _GatherToShards(Function):
         ctx: Any, x: Tensor, group: TPGroup, counts: list[int], reduce_dtype: torch.dtype | None
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.counts, ctx.reduce_dtype = group, counts, reduce_dtype
-        full = collectives.all_gather(x, group, counts)
+        full = aligned(collectives.all_gather(x, group, counts))
         return tuple(full.view_as(full) for _ in group.local_shards)
 
     @staticmethod
@@ -71,12 +71,12 @@ class _SumShards(Function):
         ctx: Any, group: TPGroup, counts: list[int] | None, reduce_dtype: torch.dtype | None, *leaves: Tensor
     ) -> Tensor:
         ctx.group, ctx.counts, ctx.shards = group, counts, len(leaves)
-        return _tree_sum(leaves, group, counts, reduce_dtype)
+        return _tree_sum(leaves, group, counts, reduce_dtype).detach()  # as in regions._ReduceFromRanks
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.counts is not None:
-            grad = collectives.all_gather(grad, ctx.group, ctx.counts)
+            grad = aligned(collectives.all_gather(grad, ctx.group, ctx.counts))
         return None, None, None, *(grad,) * ctx.shards
 
 
@@ -154,8 +154,7 @@ def by_token_shard(
 
 def check_supported(x: Tensor) -> None:
     """A ValueError for settings under which bits could depend on the number of ranks after all."""
-    if torch.compiler.is_compiling():
-        raise ValueError("invariant mode (virtual_shards) cannot be compiled: a compiler may fuse and reorder as it likes")
+    invariant_mode_cannot_be_compiled()
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             "invariant mode (virtual_shards) cannot run under autocast: build the model in the dtype it is to use"
@@ -165,3 +164,18 @@ def check_supported(x: Tensor) -> None:
             "invariant mode (virtual_shards) on CUDA needs torch.use_deterministic_algorithms(True) "
             "and CUBLAS_WORKSPACE_CONFIG=:4096:8"
         )
+
+
+def invariant_mode_cannot_be_compiled() -> None:
+    """Does nothing. Once :func:`forbid_compilation` has marked it, torch.compile stops at it with its name."""
+
+
+def forbid_compilation() -> None:
+    """Makes torch.compile fail on whatever calls :func:`check_supported`, since a compiler may fuse and reorder as it likes.
+
+    To raise from there would not do: unless asked for one whole graph, the compiler would leave that frame alone, and compile
+    the ones below it.
+    """
+    import torch._dynamo  # seconds that only this mode pays
+
+    torch._dynamo.forbid_in_graph(invariant_mode_cannot_be_compiled)

@@ -133,7 +133,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.sequence_parallel:
             y = y.flatten(0, -2)
             return reduce_scatter_tokens(y, y.shape[0], self.group, self.reduce_dtype)
-        return reduce_from_ranks(y, self.group, self.reduce_dtype)
+        return reduce_from_ranks(y, self.group, self.reduce_dtype, owned=True)
 
     def _partial(self, ids: Tensor) -> Tensor:
         """This rank's summand: its rows at the ids that it holds, zero at the others."""

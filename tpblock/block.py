@@ -69,7 +69,7 @@ class Block(nn.Module):
             )
         self.dropout_1 = Dropout(config.dropout)
         self.dropout_2 = Dropout(config.dropout)
-        if seed is not None and self.norm_1.weight.device.type != "meta":
+        if seed is not None:
             initialise(self, group, seed, std=config.init_std, layers=config.layers)
 
     def forward(self, x: Tensor, context: Context | None = None, *, step: int | None = None) -> Tensor:

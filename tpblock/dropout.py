@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from parallel import rng
@@ -17,11 +18,11 @@ class Dropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.key: int | None = None
+        self.key: Tensor | None = None  # no buffer, which to_empty would wipe
 
     def key_stream(self, seed: int, name: str) -> None:
         """Ties the masks to (seed, name); ``name`` is the module's path in the model."""
-        self.key = rng.stream_key(seed, name)[0]
+        self.key = torch.tensor(rng.stream_key(seed, name)[0], device="cpu")
 
     def forward(
         self, x: Tensor, context: Context, *, offset: int, run: int | None = None, stride: int | None = None

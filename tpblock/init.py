@@ -21,7 +21,8 @@ def initialise(model: nn.Module, group: TPGroup, seed: int = 0, *, std: float = 
 
     Weights get N(0, std); the two matrices of a block that write the residual (``attention.out``, ``feedforward.down``) get
     N(0, std / sqrt(2 * layers)), since a stack adds 2 * layers of their outputs; biases zero; norm weights one.
-    Works on any tree of these modules, also after ``to_empty`` of one built on the meta device.
+    Works on any tree of these modules. On the meta device there is nothing to fill and the dropout sites are keyed alone: call
+    it again after ``to_empty``, or load values.
     """
     residual_writers: set[nn.Parameter] = set()
     norm_parameters: set[nn.Parameter] = set()

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel.group import TPGroup
-from parallel.layout import Layout
 from parallel.linear import ColumnParallelLinear, column_parallel_linear
 from parallel.regions import copy_to_ranks, gather_from_ranks, split_tokens
 from parallel.virtual import by_token_shard
@@ -31,7 +30,7 @@ class Decoder(nn.Module):
         virtual_shards: invariant mode: cut the model into this many shards whatever the number of ranks, and give every result
             the same bits for every number of ranks up to it.
         activation_checkpointing: compute each block again in backward rather than keep its activations.
-        device, dtype: of the parameters. On "meta" nothing is drawn: ``to_empty``, then :meth:`initialise`.
+        device, dtype: of the parameters. On "meta" nothing is drawn: ``to_empty``, then :meth:`initialise` or load values.
         seed: initial values and dropout masks are a function of it, the parameters' names and global coordinates.
         loss_chunk: how many tokens' logits are held at once while the loss is computed.
 
@@ -94,11 +93,11 @@ class Decoder(nn.Module):
                 reduce_dtype=reduce_dtype,
                 seed=None,
             )
-        if seed is not None and self.embedding.weight.device.type != "meta":
+        if seed is not None:
             self.initialise(seed)
 
     def initialise(self, seed: int = 0) -> None:
-        """Draws all parameters and keys the dropout sites: needed after ``to_empty`` of a model built on the meta device."""
+        """Draws all parameters and keys the dropout sites: needed after ``to_empty``, unless values are loaded."""
         initialise(self, self.group, seed, std=self.config.init_std, layers=self.config.layers)
 
     @property
@@ -172,7 +171,7 @@ class Decoder(nn.Module):
         return _add_positions(x.flatten(0, -2), positions, table).view(x.shape)
 
     def _logits(self, hidden: Tensor, context: Context) -> Tensor:
-        layout = self.embedding.layouts["weight"]
+        layout = self.embedding.layouts["weight"]  # the head's, too
         shards = column_parallel_linear(
             hidden,
             self.head_weight,
@@ -182,8 +181,7 @@ class Decoder(nn.Module):
             tokens=context.tokens,
             reduce_dtype=self.reduce_dtype,
         )
-        columns = Layout((self.config.vocab_size,), -1, layout.parts, layout.owners)
-        return gather_from_ranks(torch.cat(shards, -1), columns, self.group)
+        return gather_from_ranks(torch.cat(shards, -1), layout.features, self.group)
 
 
 def _add_positions(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:

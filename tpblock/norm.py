@@ -34,7 +34,12 @@ class TokenNorm(nn.Module):
         """x [..., dim] or, under sequence parallelism, this rank's rows of ``tokens`` tokens -> the same shape."""
         group, reduce_dtype, parameters = self.parallel.group, self.parallel.reduce_dtype, list(self.parameters())
         if group.invariant:
-            tokens = tokens if self.parallel.sequence_parallel else None
+            if not self.parallel.sequence_parallel:
+                tokens = None
+            elif tokens is None:
+                raise ValueError(
+                    "with sequence parallelism, invariant mode needs the number of tokens on all ranks: norm(x, tokens)"
+                )
             return by_token_shard(self.normalize, [x], parameters, group=group, tokens=tokens, reduce_dtype=reduce_dtype)
         if self.parallel.sequence_parallel and group.size > 1:
             return self.normalize(x, *copies_for_ranks(parameters, group, reduce_dtype))

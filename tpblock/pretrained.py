@@ -47,7 +47,8 @@ def load_pretrained(
         group: the tensor-parallel ranks.
         config: what to build in place of the folder's own config, for example that one with dropout.
         dtype, device: of the parameters; values are converted.
-        options: further arguments of :class:`Decoder` (``sequence_parallel``, ``virtual_shards``, ...).
+        options: further arguments of :class:`Decoder` (``sequence_parallel``, ``virtual_shards``, ``seed`` of the dropout masks,
+            ...).
 
     Raises:
         ValueError: if the architecture or a setting is not supported, a file is broken, or a tensor is missing, unknown or of
@@ -57,11 +58,10 @@ def load_pretrained(
     config = config or described
     model = Decoder(config, group=group, device="meta", dtype=dtype, **options)
     model.to_empty(device=device or "cpu")
-    model.initialise()  # keys the dropout sites; the values are replaced
     with ExitStack() as stack, torch.no_grad():
         files = _open(Path(folder), stack)
         read = [_fill(entry, family, files, model.group.rank) for entry in named_layouts(model)]
-    known = set().union(*read) | ({"lm_head.weight"} if config.tied_embeddings else set())
+    known = set().union(*read) | ({family.names["head.weight"]} if config.tied_embeddings else set())
     if unknown := sorted(files.keys() - known):
         raise ValueError(f"{folder} has tensors that the model lacks: {', '.join(unknown[:8])}")
     return model
@@ -89,7 +89,9 @@ def _fill(entry: NamedLayout, family: Family, files: Mapping[str, Any], rank: in
 def _hf_name(name: str, part: str | None, family: Family) -> str:
     number = re.search(r"\.(\d+)\.", name)
     pattern = name.replace(number[0], ".{i}.") if number else name
-    target = family.names.get(pattern) or family.names[f"{pattern}:{part}"]
+    target = family.names.get(pattern) or family.names.get(f"{pattern}:{part}")
+    if target is None:
+        raise ValueError(f"the model has {name}, which models of this family lack: the config given is of another shape")
     return target.replace("{i}", number[1]) if number else target
 
 

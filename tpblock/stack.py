@@ -43,7 +43,7 @@ class Stack(nn.Module):
             Block(config, device=device, dtype=dtype, seed=None, **vars(parallel)) for _ in range(config.layers)
         )
         self.norm = make_norm(config, parallel, device, dtype)
-        if seed is not None and self.norm.weight.device.type != "meta":
+        if seed is not None:
             initialise(self, group, seed, std=config.init_std, layers=config.layers)
 
     def forward(self, x: Tensor, context: Context | None = None, *, step: int | None = None) -> Tensor:
