@@ -30,6 +30,7 @@ from parallel.regions import (
 )
 from parallel.virtual import (
     aligned,
+    as_matrix,
     by_token_shard,
     check_supported,
     copy_to_shards,
@@ -75,17 +76,12 @@ class _ColumnLinear(Function):
                 finish_dx = collectives.start_reduce_scatter(partial, group, counts, reduce_dtype)
         if need_dw:
             full = x if finish_x is None else finish_x()
-            dw = _as_matrix(dy).t().matmul(_as_matrix(full))
+            dw = as_matrix(dy).t().matmul(as_matrix(full))
         if ctx.has_bias and need_db:
-            db = _as_matrix(dy).sum(0)
+            db = as_matrix(dy).sum(0)
         if finish_dx is not None:
             dx = finish_dx()
         return dx, dw, db, None, None, None
-
-
-def _as_matrix(x: Tensor) -> Tensor:
-    """[..., I] -> [T, I]; a single vector is one token."""
-    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 def column_parallel_linear(
@@ -118,7 +114,7 @@ def column_parallel_linear(
         if tokens is not None and sequence_parallel:
             copies: Sequence[Tensor] = gather_to_shards(x, tokens, group, reduce_dtype)
         else:
-            copies = [copy for (copy,) in copy_to_shards([aligned(_as_matrix(x))], group, reduce_dtype)]
+            copies = [copy for (copy,) in copy_to_shards([aligned(as_matrix(x))], group, reduce_dtype)]
         ys = linear_shards(copies, weight, bias, layout, group)
         return ys if sequence_parallel else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
     if group.size == 1:
@@ -339,7 +335,7 @@ class RowParallelLinear(nn.Module):
         if not self.group.invariant:
             return [F.linear(xs[0], self.weight)]
         check_supported(xs[0])
-        leaves = linear_shards([_as_matrix(x) for x in xs], self.weight, None, layout, self.group)
+        leaves = linear_shards([as_matrix(x) for x in xs], self.weight, None, layout, self.group)
         return [leaf.view(*xs[0].shape[:-1], self.out_features) for leaf in leaves]
 
     def reduce(self, leaves: Sequence[Tensor]) -> Tensor:

@@ -96,6 +96,11 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., width] -> [tokens, width]; a single vector is one token."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+
+
 def copy_to_shards(
     tensors: Sequence[Tensor], group: TPGroup, reduce_dtype: torch.dtype | None = None
 ) -> list[tuple[Tensor, ...]]:
@@ -142,7 +147,7 @@ def by_token_shard(
     The tensors of ``per_token`` are [..., width] with all tokens on every rank or, if ``tokens`` gives their number, with this
     rank's [T_r, width]. The result has the shape of the first.
     """
-    rows = [x.flatten(0, -2) for x in per_token]
+    rows = [as_matrix(x) for x in per_token]
     if tokens is None:  # Every rank has all token shards and makes the same sum.
         tokens, group = rows[0].shape[0], TPGroup(virtual_shards=group.shards)
     counts = [run.length for run in deal(tokens, group.shards)[group.local_shards.start : group.local_shards.stop]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from parallel.group import TPGroup, single_device
 from tests.pool import Pool
 from tpblock import load_pretrained
+from tpblock.pretrained import read_config
 
 SHAPE = {"vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 6}
 
@@ -98,3 +100,19 @@ def test_index_outside_the_folder(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match="outside the folder"):
         load_pretrained(tmp_path, group=single_device())
+
+
+def test_another_config(tmp_path: Path) -> None:
+    """With dropout, whose masks follow the seed; one with parameters that the folder has no values for is refused."""
+    write_llama(tmp_path)
+    config = dataclasses.replace(read_config(tmp_path)[0], dropout=0.5)
+    ids = torch.arange(12).view(1, 12)
+    losses = [
+        load_pretrained(tmp_path, group=single_device(), config=config, seed=seed)(ids, labels=ids, step=1).item()
+        for seed in (0, 0, 1)
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    with pytest.raises(
+        ValueError, match=r"the model has stack\.blocks\.0\.attention\.qkv\.bias, which models of this family lack"
+    ):
+        load_pretrained(tmp_path, group=single_device(), config=dataclasses.replace(config, bias=True))

@@ -25,6 +25,7 @@ from parallel.regions import (
     take_pieces,
     token_counts,
 )
+from parallel.virtual import sum_shards
 from tests.helpers import EXACT, OpRecord, labelled, randn, rows_of
 from tests.pool import Pool
 
@@ -366,3 +367,22 @@ def test_pieces_of_a_replicated_layout_are_copies() -> None:
     whole = labelled(3, 2)
     held = take_pieces(whole, Layout((3, 2)), 1)
     assert torch.equal(held, whole) and held.data_ptr() != whole.data_ptr()
+
+
+def add_to_results(group: TPGroup) -> None:
+    """A residual added in place, as one may to any result that is not the input itself."""
+    for of in (group, group.with_virtual_shards(group.size)):
+        for scatter in (False, True):
+            x = randn(5, 3).requires_grad_()
+            if of.invariant:
+                y = sum_shards([2 * x], of, scatter=scatter)
+            else:
+                y = reduce_scatter_tokens(2 * x, 5, of) if scatter else reduce_from_ranks(2 * x, of)
+            y += 1
+            y.sum().backward()
+            assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_results_can_be_written_to(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, add_to_results)
