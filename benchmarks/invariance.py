@@ -6,24 +6,23 @@
 Contenders take turns in one run (see timing.py): the default mode, the tree of parallel/tree.py, and the same virtual shards
 with sums of integers: every leaf is rounded to integers under a power-of-two scale that ranks agree on (a maximum, which no
 order can change), and a stock all-reduce adds those, which is exact in any order. Bytes are those that a rank sends with the
-usual ring algorithms. Peak memory is that of the process over what it held before the step (Linux only).
+usual ring algorithms, memory is that of all tensors at the worst moment, parameters and gradients included.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.block import Size, check_equal, milliseconds
@@ -111,21 +110,11 @@ class Contender:
         return counted.bytes
 
     def peak_memory(self) -> float:
-        """Bytes that a step takes at most beside what is held before it; nan where the system does not tell."""
-        status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-        try:
-            reset.write_text("5")
-            before = _kilobytes(status, "VmRSS")
+        """Bytes of all tensors that are alive at the worst moment of a step, as torch's own tracker counts them."""
+        with MemTracker() as tracker:
             self.step()
-            return 1024 * (_kilobytes(status, "VmHWM") - before)
-        except (OSError, AttributeError):
-            return float("nan")
-
-
-def _kilobytes(status: Path, field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+)", status.read_text())
-    assert found is not None
-    return int(found[1])
+        peak = tracker.get_tracker_snapshot("peak")
+        return float(sum(kinds["Total"] for kinds in peak.values()))
 
 
 def compare(size: Size, group: TPGroup, ranks: Ranks, sequence: bool, options: argparse.Namespace) -> list[dict[str, Any]]:

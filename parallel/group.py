@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +58,7 @@ class TPGroup:
         """Whether results must not depend on the number of ranks."""
         return self.virtual_shards is not None
 
-    @cached_property
+    @property
     def owners(self) -> tuple[Run, ...]:
         """The run of shards that each rank owns."""
         return deal(self.shards, self.size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 
@@ -138,7 +137,7 @@ class Layout:
     def replicated(self) -> bool:
         return self.dim is None
 
-    @cached_property
+    @property
     def part_starts(self) -> dict[str, int]:
         """Where each part begins in the global cut dimension."""
         starts, at = {}, 0
@@ -147,7 +146,7 @@ class Layout:
             at += part.size
         return starts
 
-    @cached_property
+    @property
     def rank_shards(self) -> tuple[Run, ...]:
         """The run of shards that each rank owns."""
         if self.owners is not None:
@@ -165,12 +164,12 @@ class Layout:
 
     def pieces_by_shard(self, rank: int) -> list[tuple[Piece, ...]]:
         """What each shard of ``rank`` holds, part by part, in local order."""
-        shards, local = [], 0
+        shards, local, starts = [], 0, self.part_starts
         for shard in range(*self.rank_shards[rank]):
             pieces = []
             for part in self.parts:
                 run = part.runs[shard]
-                pieces.append(Piece(part.name, self.part_starts[part.name] + run.start, local, run.length))
+                pieces.append(Piece(part.name, starts[part.name] + run.start, local, run.length))
                 local += run.length
             shards.append(tuple(pieces))
         return shards
@@ -189,12 +188,12 @@ class Layout:
             seen.add((piece.part, piece.start))
         return tuple(owned)
 
-    @cached_property
+    @property
     def shared(self) -> tuple[Part, ...]:
         """The parts of which several shards hold the same rows (KV heads, when there are more shards than KV heads)."""
-        return tuple(part for part in self.parts if len(set(part.runs)) < len(part.runs))
+        return tuple(part for part in self.parts if any(a == b for a, b in zip(part.runs, part.runs[1:], strict=False)))
 
-    @cached_property
+    @property
     def features(self) -> Layout:
         """How activations are cut whose last dimension runs along the cut dimension of this tensor."""
         assert self.dim is not None

@@ -213,9 +213,9 @@ def replace_shared_rows(local: Tensor, shared: Tensor, layout: Layout, group: TP
 
 
 def _shared_places(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice]]:
-    offsets, total = {}, 0
+    offsets, total, starts = {}, 0, layout.part_starts
     for part in layout.shared:
-        offsets[part.name] = total - layout.part_starts[part.name]
+        offsets[part.name] = total - starts[part.name]
         total += part.size
     for piece in pieces:
         if piece.part in offsets:

@@ -147,6 +147,7 @@ def by_token_shard(
     The tensors of ``per_token`` are [..., width] with all tokens on every rank or, if ``tokens`` gives their number, with this
     rank's [T_r, width]. The result has the shape of the first.
     """
+    check_supported(per_token[0])
     rows = [as_matrix(x) for x in per_token]
     if tokens is None:  # Every rank has all token shards and makes the same sum.
         tokens, group = rows[0].shape[0], TPGroup(virtual_shards=group.shards)
