@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import Part, Run
-from parallel.virtual import aligned, sum_shards
+from parallel.virtual import aligned, joined, sum_shards
 
 _BLOCK, _BLOCK_CPU = 2**24, 2**20
 """How many logits the dense form takes to float32 at once: its work space stays small, and fits the caches of a CPU."""
@@ -121,10 +121,6 @@ def _by_shard(x: Tensor, dim: int, losses: Sequence[TokenLoss], group: TPGroup) 
     return [aligned(s) for s in x.split([loss.run.length for loss in losses], dim)] if group.invariant else [x]
 
 
-def _join(shards: Sequence[Tensor], dim: int) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
-
-
 class DenseCrossEntropy(Function):
     """The tokens' losses [T] of logits [T, V_r]. Keeps the logits as they came and one number a token and shard."""
 
@@ -150,7 +146,7 @@ class DenseCrossEntropy(Function):
                 p = torch.softmax(shard[rows], -1, dtype=factor.dtype)
                 loss.logit_gradient(p, factor[rows], labels[rows], grad[rows], dz[rows])
             dzs.append(dz)
-        return _join(dzs, -1), None, None, None
+        return joined(dzs, -1), None, None, None
 
 
 def _blocks(z: Tensor) -> list[slice]:
@@ -226,9 +222,9 @@ class LinearCrossEntropy(Function):
             leaves = [_scaled(leaf, grad, ctx.dtype) for leaf in kept[:shards]]
             finish_dx = _start_sum(leaves, ctx.group, ctx.counts, ctx.reduce_dtype)
         if need_dw:
-            dw = _scaled(_join(kept[shards : 2 * shards], 0), grad, ctx.dtype)
+            dw = _scaled(joined(kept[shards : 2 * shards], 0), grad, ctx.dtype)
         if need_db:
-            db = _scaled(_join(kept[2 * shards :], 0), grad, ctx.dtype)
+            db = _scaled(joined(kept[2 * shards :], 0), grad, ctx.dtype)
         if finish_dx is not None:
             dx = finish_dx()
         return dx, dw, db, *(None,) * 7

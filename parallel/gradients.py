@@ -95,11 +95,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: TPGroup, p: float 
 
     The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
     """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative, got {max_norm}")
     norm = grad_norm(model, group, p)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for grad in grads:
-        grad.mul_(factor.to(grad.dtype))
+        # A factor without dimensions would be rounded to grad's dtype first, half precision being coarser than the bound.
+        torch.mul(grad, factor.reshape((1,) * grad.ndim), out=grad)
     return norm
 
 

@@ -114,6 +114,8 @@ class Layout:
     ``owners`` says which run of shards each rank owns; None: one shard a rank.
     """
 
+    # No cached_property: torch.compile cannot trace the lock that it takes on Python 3.11.
+
     shape: tuple[int, ...]
     dim: int | None = None
     parts: tuple[Part, ...] = ()
@@ -180,13 +182,15 @@ class Layout:
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that ``rank`` is the first to hold: over all ranks they cover the global tensor exactly once."""
-        seen = {(p.part, p.start) for other in range(rank) for p in self.pieces(other)}
-        owned = []
-        for piece in self.pieces(rank):
-            if (piece.part, piece.start) not in seen:
-                owned.append(piece)
-            seen.add((piece.part, piece.start))
-        return tuple(owned)
+        if self.replicated:
+            return ()
+        shards = zip(range(*self.rank_shards[rank]), self.pieces_by_shard(rank), strict=True)
+        return tuple(
+            piece
+            for shard, pieces in shards
+            for part, piece in zip(self.parts, pieces, strict=True)
+            if shard == 0 or part.runs[shard] != part.runs[shard - 1]  # those that share a run are neighbours
+        )
 
     @property
     def shared(self) -> tuple[Part, ...]:

@@ -20,6 +20,7 @@ from parallel import collectives, rng
 from parallel.group import TPGroup
 from parallel.layout import Layout, Part, column_layout, row_layout
 from parallel.regions import (
+    check_dtypes,
     copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
@@ -190,6 +191,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("ColumnParallelLinear", in_features, out_features)
+        check_dtypes("ColumnParallelLinear", dtype=dtype, reduce_dtype=reduce_dtype)
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.gather_output, self.sequence_parallel, self.reduce_dtype = gather_output, sequence_parallel, reduce_dtype
         parts = parts or [Part.even("output", out_features, group.shards)]
@@ -238,6 +240,7 @@ class ColumnParallelLinear(nn.Module):
         return linear_shards(xs, *self._parameters_of_holders(), self.layouts["weight"], self.group)
 
     def _checked(self, x: Tensor) -> Tensor:
+        check_input("ColumnParallelLinear", x, self.weight)
         if x.shape[-1] != self.in_features:
             raise ValueError(f"ColumnParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
         return x
@@ -304,6 +307,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("RowParallelLinear", in_features, out_features)
+        check_dtypes("RowParallelLinear", dtype=dtype, reduce_dtype=reduce_dtype)
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         self.reduce_dtype = reduce_dtype
@@ -328,6 +332,7 @@ class RowParallelLinear(nn.Module):
         :meth:`reduce`."""
         layout, rank = self.layouts["weight"], self.group.rank
         for x, width in zip(xs, layout.shard_sizes(rank), strict=True):
+            check_input("RowParallelLinear", x, self.weight)
             if x.shape[-1] != width:
                 raise ValueError(
                     f"RowParallelLinear expects this rank's {width} of {self.in_features} inputs, got {x.shape[-1]}"
@@ -365,6 +370,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y, of the shapes given above."""
         layout, rank = self.layouts["weight"], self.group.rank
+        check_input("RowParallelLinear", x, self.weight)
         if not self.input_is_parallel:
             if x.shape[-1] != self.in_features:
                 raise ValueError(f"RowParallelLinear expects inputs of width {self.in_features}, got {x.shape[-1]}")
@@ -388,8 +394,16 @@ class RowParallelLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, rank {self.group.rank} of {self.group.size}"
 
 
+def check_input(layer: str, x: Tensor, weight: Tensor) -> None:
+    """A ValueError for an input that ``F.linear`` could not take, whatever its width."""
+    if x.ndim == 0:
+        raise ValueError(f"{layer} expects inputs of at least one dimension, got a 0-d tensor")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{layer} has a weight of {weight.dtype}, got an input of {x.dtype}")
+
+
 def check_sizes(layer: str, in_features: int, out_features: int) -> None:
-    if in_features < 1 or out_features < 1:
+    if not all(isinstance(size, int) and size >= 1 for size in (in_features, out_features)):
         raise ValueError(f"{layer} needs positive sizes, got in_features={in_features} and out_features={out_features}")
 
 

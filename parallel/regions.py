@@ -223,6 +223,27 @@ def _shared_places(layout: Layout, pieces: Sequence[Piece]) -> Iterator[tuple[Pi
             yield piece, slice(start, start + piece.length)
 
 
+def check_dtypes(owner: str, **dtypes: torch.dtype | None) -> None:
+    """A ValueError unless each of them is a floating dtype, or None."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{owner}: {name} must be a floating torch.dtype, got {dtype!r}")
+
+
+def _check_rows(function: str, x: Tensor, rows: int, tokens: int, group: TPGroup) -> None:
+    if not x.ndim or x.shape[0] != rows:
+        raise ValueError(
+            f"{function}: rank {group.rank} of {group.size} is to give {rows} rows, of {tokens} tokens in all, "
+            f"got shape {tuple(x.shape)}"
+        )
+
+
+def _check_width(function: str, x: Tensor, layout: Layout, width: int) -> None:
+    assert layout.dim is not None
+    if not -x.ndim <= layout.dim < x.ndim or x.shape[layout.dim] != width:
+        raise ValueError(f"{function}: dimension {layout.dim} is to be of length {width}, got shape {tuple(x.shape)}")
+
+
 def copies_for_ranks(tensors: Sequence[Tensor], group: TPGroup, reduce_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """:func:`copy_to_ranks` of several tensors, whose gradients are summed in ONE all-reduce."""
     return tuple(tensors) if group.size == 1 else _CopyToRanks.apply(group, reduce_dtype, *tensors)
@@ -244,21 +265,28 @@ def reduce_from_ranks(x: Tensor, group: TPGroup, reduce_dtype: torch.dtype | Non
 
 def scatter_to_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
     """This rank's pieces of a replicated tensor along ``layout.dim`` (negative dimensions are welcome)."""
+    if layout.dim is not None:
+        _check_width("scatter_to_ranks", x, layout, sum(part.size for part in layout.parts))
     return x if layout.uncut else _ScatterToRanks.apply(x, layout, group)
 
 
 def gather_from_ranks(x: Tensor, layout: Layout, group: TPGroup) -> Tensor:
     """The whole tensor, in global order, from every rank's pieces along ``layout.dim``."""
+    if layout.dim is not None:
+        _check_width("gather_from_ranks", x, layout, layout.local_size(group.rank))
     return x if layout.uncut else _GatherFromRanks.apply(x, layout, group)
 
 
 def gather_tokens(x: Tensor, tokens: int, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """[tokens of this rank, ...] -> [tokens, ...], entering a region whose gradients are partial sums."""
-    return x if group.size == 1 else _GatherTokens.apply(x, token_counts(tokens, group), group, reduce_dtype)
+    counts = token_counts(tokens, group)
+    _check_rows("gather_tokens", x, counts[group.rank], tokens, group)
+    return x if group.size == 1 else _GatherTokens.apply(x, counts, group, reduce_dtype)
 
 
 def reduce_scatter_tokens(x: Tensor, tokens: int, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Partial sums [tokens, ...] -> the summed rows of this rank's tokens."""
+    _check_rows("reduce_scatter_tokens", x, tokens, tokens, group)
     return x if group.size == 1 else _ReduceScatterTokens.apply(x, token_counts(tokens, group), group, reduce_dtype)
 
 
@@ -269,7 +297,9 @@ def split_tokens(x: Tensor, group: TPGroup) -> Tensor:
 
 def merge_tokens(x: Tensor, tokens: int, group: TPGroup) -> Tensor:
     """[tokens of this rank, ...] -> a replicated [tokens, ...], used alike on every rank."""
-    return x if group.size == 1 else _MergeTokens.apply(x, token_counts(tokens, group), group)
+    counts = token_counts(tokens, group)
+    _check_rows("merge_tokens", x, counts[group.rank], tokens, group)
+    return x if group.size == 1 else _MergeTokens.apply(x, counts, group)
 
 
 def sum_over_holders(parameter: Tensor, layout: Layout, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Tensor:

@@ -35,7 +35,7 @@ def stream_key(seed: int, name: str) -> tuple[int, int]:
     Raises:
         ValueError: unless ``seed`` is an int in [0, 2**63).
     """
-    _check_word("seed", seed)
+    check_word("seed", seed)
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1
 
@@ -66,7 +66,7 @@ def normal_(
         raise ValueError(f"{name}: normal numbers need a floating dtype, got {local.dtype}")
     if not 0 <= std < math.inf:
         raise ValueError(f"{name}: the standard deviation must be finite and not negative, got {std}")
-    _check_word("seed", seed)
+    check_word("seed", seed)
     if local.is_meta or local.numel() == 0:
         return local
     if layout.dim is None:
@@ -152,7 +152,7 @@ def _philox(key: tuple[int, int], counter: int) -> np.random.Philox:
     return np.random.Philox(key=np.array(key, np.uint64), counter=np.array([counter, 0, 0, 0], np.uint64))
 
 
-def _check_word(what: str, value: int) -> None:
+def check_word(what: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise ValueError(f"the {what} must be an integer in [0, 2**63), got {value!r}")
 
@@ -198,7 +198,7 @@ def dropout(
         raise ValueError(f"runs of {run} indices do not cover {x.numel()} elements (shape {tuple(x.shape)})")
     if stride is None and run < x.numel():
         raise ValueError(f"{x.numel() // run} runs of {run} indices need a stride")
-    _check_word("dropout offset", offset)
+    check_word("dropout offset", offset)
     keys = _word_tensor("dropout key", key, x.device), _word_tensor("dropout step", step, x.device)
     make_mask = _numpy_mask if x.device.type == "cpu" else _traceable_mask
     threshold = min(round(p * 2**32), _LOW)
@@ -279,5 +279,5 @@ def _word_tensor(what: str, value: int | Tensor, device: torch.device) -> Tensor
     """A key or step as a 0-d tensor: compilers take a changing tensor for a variable."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    _check_word(what, value)
+    check_word(what, value)
     return torch.full((), value, dtype=torch.int64, device=device)

@@ -46,7 +46,7 @@ class _CopyToShards(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         each = len(grads) // len(ctx.group.local_shards)
-        leaves = [torch.cat([g.reshape(-1) for g in grads[at : at + each]]) for at in range(0, len(grads), each)]
+        leaves = [joined([g.reshape(-1) for g in grads[at : at + each]]) for at in range(0, len(grads), each)]
         total = _tree_sum(leaves, ctx.group, None, ctx.reduce_dtype).split([g.numel() for g in grads[:each]])
         return None, None, *(t.view(g.shape).to(g.dtype) for t, g in zip(total, grads[:each], strict=True))
 
@@ -88,7 +88,12 @@ class _WeightShards(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return torch.cat(grads, ctx.dim), None, None
+        return joined(grads, ctx.dim), None, None
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """``torch.cat``, which would copy even a single tensor."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ def by_token_shard(
     copies = copy_to_shards(parameters, group, reduce_dtype)
     shards = zip(*(x.split(counts) for x in rows), strict=True)
     done = [function(*(aligned(x) for x in shard), *copy) for shard, copy in zip(shards, copies, strict=True)]
-    return torch.cat(done).view(per_token[0].shape)
+    return joined(done).view(per_token[0].shape)
 
 
 def check_supported(x: Tensor) -> None:

@@ -18,7 +18,7 @@ from parallel import rng
 from parallel.cross_entropy import DenseCrossEntropy, LinearCrossEntropy, TokenLoss
 from parallel.group import TPGroup
 from parallel.layout import Layout, Part, Run, column_layout
-from parallel.regions import reduce_from_ranks, reduce_scatter_tokens, token_counts
+from parallel.regions import check_dtypes, reduce_from_ranks, reduce_scatter_tokens, token_counts
 from parallel.virtual import check_supported
 
 
@@ -112,6 +112,7 @@ class VocabParallelEmbedding(nn.Module):
                 f"VocabParallelEmbedding needs positive sizes, got num_embeddings={num_embeddings} "
                 f"and embedding_dim={embedding_dim}"
             )
+        check_dtypes("VocabParallelEmbedding", dtype=dtype, reduce_dtype=reduce_dtype)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
         layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], group.owners)
@@ -180,6 +181,19 @@ def _check_reduction(reduction: str, *known: str) -> None:
         raise ValueError(f"reduction is one of {', '.join(known)}, got {reduction!r}")
 
 
+def check_loss(
+    labels: Tensor, *, vocab_size: int, group: TPGroup, ignore_index: int = -100, label_smoothing: float, z_loss: float
+) -> None:
+    """What the losses below refuse of these arguments, for a model to refuse before it communicates."""
+    _token_losses(vocab_size, group, ignore_index, label_smoothing, z_loss)
+    _checked(labels, vocab_size, "label", ignore_index)
+
+
+def _check_logits(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise ValueError(f"the logits must be of a floating dtype, got {dtype}")
+
+
 def _mean(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """total / number of tokens that count. With none the mean is nan and its gradient zero, as in torch."""
     valid = (labels != ignore_index).sum()
@@ -221,6 +235,7 @@ def vocab_parallel_cross_entropy(
             ``label_smoothing`` outside [0, 1], ``z_loss`` below 0, an unknown reduction.
     """
     _check_reduction(reduction, "mean", "sum", "none")
+    _check_logits(logits.dtype)
     losses = _token_losses(vocab_size, group, ignore_index, label_smoothing, z_loss)
     flat = _checked_labels(logits.shape[-1], labels, logits.shape[:-1], losses, group)
     if group.invariant:
@@ -294,6 +309,9 @@ def linear_cross_entropy(
     if x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
         biased = "no bias" if bias is None else f"a bias of shape {tuple(bias.shape)}"
         raise ValueError(f"x of width {x.shape[-1]} does not fit a weight of shape {tuple(weight.shape)} and {biased}")
+    _check_logits(x.dtype)
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"x is of {x.dtype}, the weight of {weight.dtype}")
     if group.invariant:
         check_supported(x)
     if torch.is_autocast_enabled(x.device.type):

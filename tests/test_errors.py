@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallel.group import TPGroup
+from parallel.regions import token_counts
 from tests.helpers import OpRecord
 from tests.pool import Pool
 from tpblock.block import Block
@@ -154,6 +155,49 @@ CASES: dict[str, Case] = {
         lambda g, c: block(g, c, ones(2, 3, 8), context(c, 2, 3)),
         r"dropout 0\.1 in training needs step=",
     ),
+    "step of another type": (
+        {"dropout": 0.1},
+        lambda g, c: decoder(g, c, ids(2, 3), step="1"),
+        r"the dropout step must be an integer in \[0, 2\*\*63\), got '1'",
+    ),
+    "negative step": (
+        {"attention_dropout": 0.1},
+        lambda g, c: decoder(g, c, ids(2, 3), step=-1),
+        r"the dropout step must be an integer in \[0, 2\*\*63\), got -1",
+    ),
+    "negative first token": (
+        {"dropout": 0.1},
+        lambda g, c: decoder(g, c, ids(2, 3), step=1, first_token=-3),
+        r"the first token must be an integer in \[0, 2\*\*63\), got -3",
+    ),
+    "first token amid a sequence": (
+        {"attention_dropout": 0.1},
+        lambda g, c: decoder(g, c, ids(2, 3), step=1, first_token=4),
+        "first_token 4 is not the beginning of a sequence of 3 tokens",
+    ),
+    # dtypes
+    "block dtype": ({}, lambda g, c: block(g, c, ones(2, 3, 8).double()), "of torch.float32, got an input of torch.float64"),
+    "block of integers": ({}, lambda g, c: block(g, c, ids(2, 3, 8)), "of torch.float32, got an input of torch.int64"),
+    "two norms, dtype": (
+        {"placement": Placement.PARALLEL_TWO_NORMS},
+        lambda g, c: stack(
+            g, c, ones(6, 8).split(token_counts(6, g))[g.rank].half(), context(c, 2, 3), sequence_parallel=True
+        ),
+        "of torch.float32, got an input of torch.float16",
+    ),
+    "integer parameters": ({}, lambda g, c: Decoder(c, group=g, dtype=torch.int64), "dtype must be a floating .* torch.int64"),
+    "integer sums": ({}, lambda g, c: Block(c, group=g, reduce_dtype=torch.int32), "reduce_dtype must be .* torch.int32"),
+    "name of a dtype": ({}, lambda g, c: Decoder(c, group=g, dtype="bfloat16"), "dtype must be .*, got 'bfloat16'"),
+    # the loss, before the model communicates
+    "label too large": ({}, lambda g, c: decoder(g, c, ids(2, 3), ids(2, 3, first=11)), "label 11 is outside the vocabulary"),
+    "labels of a float": ({}, lambda g, c: decoder(g, c, ids(2, 3), ones(2, 3)), "a label is an integer below 11, got"),
+    "label smoothing": (
+        {},
+        lambda g, c: decoder(g, c, ids(2, 3), ids(2, 3), label_smoothing=1.5),
+        "label_smoothing lies between 0 and 1, got 1.5",
+    ),
+    "z-loss": ({}, lambda g, c: decoder(g, c, ids(2, 3), ids(2, 3), z_loss=-1.0), r"z_loss is at least 0, got -1\.0"),
+    "loss chunk": ({}, lambda g, c: Decoder(c, group=g, loss_chunk=0), "loss_chunk must be at least 1, got 0"),
 }
 
 

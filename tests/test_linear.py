@@ -463,6 +463,11 @@ def misuse(group: TPGroup, what: str) -> None:
         "row width": lambda: row(torch.ones(3, local + 1)),
         "whole width": lambda: whole_row(torch.ones(3, 9)),
         "tokens": lambda: tokens_cut(torch.ones(3, 6), tokens=20),
+        "column dtype": lambda: column(torch.ones(3, 6).double()),
+        "gathered dtype": lambda: tokens_cut(torch.ones(3, 6).half()),
+        "row dtype": lambda: row(torch.ones(3, local, dtype=torch.int64)),
+        "column scalar": lambda: column(torch.ones(())),
+        "row scalar": lambda: row(torch.ones(())),
     }
     with OpRecord() as record:
         try:
@@ -481,6 +486,11 @@ def misuse(group: TPGroup, what: str) -> None:
         ("row width", 2, "RowParallelLinear expects this rank's 4 of 8 inputs, got 5"),
         ("whole width", 1, "RowParallelLinear expects inputs of width 8, got 9"),
         ("whole width", 2, "RowParallelLinear expects inputs of width 8, got 9"),
+        ("column dtype", 1, "ColumnParallelLinear has a weight of torch.float32, got an input of torch.float64"),
+        ("gathered dtype", 2, "ColumnParallelLinear has a weight of torch.float32, got an input of torch.float16"),
+        ("row dtype", 2, "RowParallelLinear has a weight of torch.float32, got an input of torch.int64"),
+        ("column scalar", 2, "expects inputs of at least one dimension"),
+        ("row scalar", 1, "expects inputs of at least one dimension"),
         ("tokens", 2, r"deals 20 tokens as \[10, 10\] over 2 ranks, rank 0 was given 3"),
     ],
 )
@@ -500,6 +510,8 @@ def construct(group: TPGroup, kind: type[Linear], sizes: tuple[int, int], parts:
         (ColumnParallelLinear, (4, -1), None, "in_features=4 and out_features=-1"),
         (RowParallelLinear, (4, 0), None, "in_features=4 and out_features=0"),
         (RowParallelLinear, (-4, 1), None, "in_features=-4 and out_features=1"),
+        (ColumnParallelLinear, (4.0, 8), None, "in_features=4.0 and out_features=8"),
+        (RowParallelLinear, (8, "4"), None, "in_features=8 and out_features=4"),
         (ColumnParallelLinear, (4, 1), None, "output: 1 cannot be dealt over 2"),
         (RowParallelLinear, (1, 4), None, "input: 1 cannot be dealt over 2"),
         (ColumnParallelLinear, (4, 8), [Part.even("gate", 3, 2), Part.even("up", 3, 2)], r"gate 3 \+ up 3 = 6 .* \(8, 4\)"),

@@ -25,7 +25,7 @@ def test_its_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for program in re.findall(r"-m launch\.(\w+)", README):
+    for program in re.findall(r"-m launch\.([a-z]+)", README):
         assert program in COMMANDS
     for name in re.findall(r'preset\("([^"]+)"\)', README):
         assert name in PRESETS

@@ -386,3 +386,39 @@ def add_to_results(group: TPGroup) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_results_can_be_written_to(pool: Pool, ranks: int) -> None:
     pool.run(ranks, add_to_results)
+
+
+# -- errors, before anything is sent
+
+
+def misuse(group: TPGroup, what: str) -> None:
+    features = column_layout((6, 2), [Part.even("output", 6, group.size)]).features
+    own = features.local_size(group.rank)
+    uses: dict[str, Callable[[], Tensor]] = {
+        "gather_tokens": lambda: gather_tokens(randn(3, 2), 8, group),
+        "merge_tokens": lambda: merge_tokens(randn(9, 2), 8, group),
+        "reduce_scatter_tokens": lambda: reduce_scatter_tokens(randn(10, 2), 8, group),
+        "scatter_to_ranks": lambda: scatter_to_ranks(randn(3, 8), features, group),
+        "gather_from_ranks": lambda: gather_from_ranks(randn(2, own - 1), features, group),
+    }
+    with OpRecord() as record:
+        try:
+            uses[what]()
+        finally:
+            assert record.collectives == [], "sent something before it refused"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("gather_tokens", r"is to give \d rows, of 8 tokens in all, got shape \(3, 2\)"),
+        ("merge_tokens", r"is to give \d rows, of 8 tokens in all, got shape \(9, 2\)"),
+        ("reduce_scatter_tokens", r"is to give 8 rows, of 8 tokens in all, got shape \(10, 2\)"),
+        ("scatter_to_ranks", r"dimension -1 is to be of length 6, got shape \(3, 8\)"),
+        ("gather_from_ranks", r"dimension -1 is to be of length \d, got shape \(2, \d\)"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sizes_that_do_not_fit(pool: Pool, what: str, ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{what}: .*{message}"):
+        pool.run(ranks, misuse, what)

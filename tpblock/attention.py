@@ -108,7 +108,7 @@ class Attention(nn.Module):
         weights = self.dropout(
             weights,
             context,
-            offset=(context.first_token // seq * total + shard.first) * square,
+            offset=(context.first_token // max(seq, 1) * total + shard.first) * square,
             run=shard.heads * square,
             stride=total * square,
         )

@@ -145,5 +145,8 @@ class Block(nn.Module):
             shape = (token_counts(context.tokens, self.parallel.group)[self.parallel.group.rank], dim)
         if tuple(x.shape) != shape:
             raise ValueError(f"this block expects an input of shape {shape}, got {tuple(x.shape)}")
+        dtype = self.attention.out.weight.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"this block has parameters of {dtype}, got an input of {x.dtype}")
         context.check(self.config, self.training)
         return context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -105,18 +106,27 @@ class ModelConfig:
             if not isinstance(getattr(self, name), kind):
                 choices = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_seq_len"):
+            value = getattr(self, name)
+            if value is None and name in ("kv_heads", "head_dim", "d_ff"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("norm_eps", "rope_theta", "rotary_fraction", "dropout", "attention_dropout", "init_std"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or math.isinf(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        for name in ("bias", "tied_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim is None:
-            if self.heads < 1 or self.dim % self.heads:
+            if self.dim % self.heads:
                 raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}: give head_dim explicitly")
             object.__setattr__(self, "head_dim", self.dim // self.heads)
         if self.d_ff is None:
             object.__setattr__(self, "d_ff", default_d_ff(self.dim, self.activation))
-        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_seq_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         for name in ("dropout", "attention_dropout"):

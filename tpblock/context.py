@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel.rng import check_word
 from tpblock.config import ModelConfig, Position
 from tpblock.rope import rotary_tables
 
@@ -42,8 +43,17 @@ class Context:
                 else f"a Context with rotary tables, {config.position} has no use for them"
             )
         dropout = config.dropout or config.attention_dropout
-        if training and dropout and self.step is None:
-            raise ValueError(f"dropout {dropout} in training needs step=...: its masks are a function of the step")
+        if training and dropout:
+            if self.step is None:
+                raise ValueError(f"dropout {dropout} in training needs step=...: its masks are a function of the step")
+            if not isinstance(self.step, Tensor):
+                check_word("dropout step", self.step)
+            check_word("first token", self.first_token)
+            if config.attention_dropout and self.first_token % max(self.seq, 1):
+                raise ValueError(
+                    f"first_token {self.first_token} is not the beginning of a sequence of {self.seq} tokens, "
+                    "where the masks of attention dropout begin"
+                )
 
     @classmethod
     def build(

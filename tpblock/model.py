@@ -10,7 +10,7 @@ from parallel.group import TPGroup
 from parallel.linear import ColumnParallelLinear, column_parallel_linear
 from parallel.regions import copy_to_ranks, gather_from_ranks, split_tokens
 from parallel.virtual import by_token_shard
-from parallel.vocab import VocabParallelEmbedding, linear_cross_entropy
+from parallel.vocab import VocabParallelEmbedding, check_loss, linear_cross_entropy
 from tpblock.config import ModelConfig, Position
 from tpblock.context import Context
 from tpblock.init import initialise
@@ -55,6 +55,8 @@ class Decoder(nn.Module):
         super().__init__()
         group = group if virtual_shards is None else group.with_virtual_shards(virtual_shards)
         self.config, self.group, self.sequence_parallel, self.reduce_dtype = config, group, sequence_parallel, reduce_dtype
+        if loss_chunk < 1:
+            raise ValueError(f"loss_chunk must be at least 1, got {loss_chunk}")
         self.loss_chunk = loss_chunk
         self.embedding = VocabParallelEmbedding(
             config.vocab_size,
@@ -136,7 +138,11 @@ class Decoder(nn.Module):
         context = Context.build(
             self.config, batch, seq, device=weight.device, dtype=weight.dtype, step=step, first_token=first_token
         )
-        context.check(self.config, self.training)  # before the embedding communicates
+        context.check(self.config, self.training)  # this and the next before the embedding communicates
+        if labels is not None:
+            check_loss(
+                labels, vocab_size=self.config.vocab_size, group=self.group, label_smoothing=label_smoothing, z_loss=z_loss
+            )
         hidden = self.stack(self._embed(ids, context), context)
         if labels is None:
             return self._logits(hidden, context).view(batch, seq, -1)
