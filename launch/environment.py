@@ -6,7 +6,7 @@
 Three kinds of ends, all with a bounded wait (``--timeout``):
 
 * success: exit code 0;
-* :class:`UserError`, raised on every rank or on none: one line from rank 0, exit code 2;
+* :class:`UserError`, raised on every rank or on none: one line from rank 0, exit code 2 (1 if it is about a result);
 * any other exception: its traceback and ``rank 1: ValueError: ...`` from that rank, exit code 1, and torchrun ends the others.
 """
 
@@ -38,7 +38,14 @@ T = TypeVar("T", bound="Options")
 
 
 class UserError(Exception):
-    """A mistake of whoever started the program, told in one line. Raise it on every rank or on none."""
+    """What whoever started the program is told in one line: a mistake (code 2), or a result that is not as it should be (1).
+
+    Raise it on every rank or on none.
+    """
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,7 @@ def launch(program: Callable[[Environment], None], options: Options, name: str) 
             _say(f"error: {_one_line(error)}")
         else:
             _linger(30)
-        _exit(2)
+        _exit(error.code)
     except KeyboardInterrupt:
         _exit(130)
     except SystemExit:

@@ -29,6 +29,8 @@ from parallel.state import gather_state
 from tpblock import Decoder, ModelConfig
 
 KEPT_CHECKPOINTS = 2
+RESUMED_ALIKE = ("dropout", "dtype", "batch", "seq_len", "seed", "virtual_shards")
+"""What a resumed run may not change unnoticed: with it, the same steps would be others."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,10 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         extra = load_checkpoint(path, self.model, self.group, self.optimizer)
+        for name in RESUMED_ALIKE:
+            saved, ours = extra["config"][name], getattr(self.config, name)
+            if saved != ours:
+                raise ValueError(f"{path} was saved by a run with {name} {saved}, this one has {name} {ours}")
         self.first_step = extra["steps"]
         if self.first_step >= self.config.steps:
             raise ValueError(
@@ -229,7 +235,8 @@ def train(config: TrainConfig, env: Environment) -> None:
     if config.compare and not comparison.equal:
         raise UserError(
             f"the run on {env.group.size} ranks differs from the single device by more than allowed. If only later steps do, "
-            "training may have amplified rounding (a lower --lr, or --dtype float64, would tell)"
+            "training may have amplified rounding (a lower --lr, or --dtype float64, would tell)",
+            code=1,
         )
 
 

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 4 -m launch.verify --model llama-2-7b --layers 1 --vir
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -204,8 +203,7 @@ def verify(config: VerifyConfig, env: Environment) -> None:
     counts = ", ".join(f"{count} {name}" for name, count in sorted(ours.collectives.items())) or "none"
     console.print(f"collectives of {config.steps} forward and backward passes: {counts}")
     if not equal:
-        console.print(f"[bold]{env.group.size} ranks differ from the single device[/bold]")
-        sys.exit(1)
+        raise UserError(f"{env.group.size} ranks differ from the single device", code=1)
     console.print(f"{env.group.size} ranks equal the single device")
 
 

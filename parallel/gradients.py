@@ -34,9 +34,10 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
     whole = [grad for grad, layout in entries if layout.replicated]
     cut = [(grad, layout) for grad, layout in entries if not layout.replicated]
     for _, layout in cut:
-        if layout.rank_shards != group.owners:
+        if (layout.owners is not None) != group.invariant or layout.rank_shards != group.owners:
+            mode = f"{len(layout.parts[0].runs)} {'virtual ' if layout.owners else ''}shards"
             raise ValueError(
-                f"the model is cut into {len(layout.parts[0].runs)} shards, the group given into {group.shards}: "
+                f"the model is cut into {mode}, the group given into {group.shards} {'virtual ' if group.invariant else ''}shards: "
                 "pass the group that the model was built with (Decoder.group)"
             )
     if group.invariant and cut:

@@ -103,7 +103,8 @@ def column_parallel_linear(
     """
     counts = None
     if sequence_parallel:
-        tokens = x.shape[0] * group.size if tokens is None else tokens
+        if tokens is None:  # Ranks that each guessed the total from their own rows would wait for each other.
+            raise ValueError("under sequence parallelism a column-parallel linear needs tokens=..., the total over the ranks")
         counts = token_counts(tokens, group)
         if x.shape[0] != counts[group.rank]:
             raise ValueError(
@@ -196,11 +197,12 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output, self.sequence_parallel, self.reduce_dtype = gather_output, sequence_parallel, reduce_dtype
         parts = parts or [Part.even("output", out_features, group.shards)]
         check_parts("ColumnParallelLinear", parts, group)
-        layout = column_layout((out_features, in_features), parts, group.owners)
+        owners = group.owners if group.invariant else None
+        layout = column_layout((out_features, in_features), parts, owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if bias:
-            self.layouts["bias"] = column_layout((out_features,), parts, group.owners)
+            self.layouts["bias"] = column_layout((out_features,), parts, owners)
             shape = self.layouts["bias"].local_shape(group.rank)
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         else:
@@ -213,8 +215,7 @@ class ColumnParallelLinear(nn.Module):
         reset_linear(self, seed, name)
 
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
-        """y, of the shapes given above. ``tokens``: the total over the ranks under sequence parallelism (default: n times
-        the rows of ``x``); needed where it does not divide by n."""
+        """y, of the shapes given above. ``tokens``: the total over the ranks, needed under sequence parallelism."""
         shards = self.shards(x, tokens)
         y = shards[0] if len(shards) == 1 else torch.cat(shards, -1)
         if self.gather_output:
@@ -313,7 +314,8 @@ class RowParallelLinear(nn.Module):
         self.reduce_dtype = reduce_dtype
         parts = parts or [Part.even("input", in_features, group.shards)]
         check_parts("RowParallelLinear", parts, group)
-        layout = row_layout((out_features, in_features), parts, group.owners)
+        owners = group.owners if group.invariant else None
+        layout = row_layout((out_features, in_features), parts, owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if bias:

@@ -115,7 +115,8 @@ class VocabParallelEmbedding(nn.Module):
         check_dtypes("VocabParallelEmbedding", dtype=dtype, reduce_dtype=reduce_dtype)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
-        layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], group.owners)
+        owners = group.owners if group.invariant else None
+        layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if seed is not None:

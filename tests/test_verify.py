@@ -40,7 +40,7 @@ def test_one_unit_in_the_last_place_is_found(tmp_path: Path) -> None:
     (tmp_path / "off.py").write_text(FAULTY)
     ended = torchrun(2, "off.py", *SMALL[2:], "--virtual-shards", "4", cwd=tmp_path)
     assert ended.code == 1
-    assert "DIFFER" in ended.output and "2 ranks differ from the single device" in ended.output
+    assert "DIFFER" in ended.output and "error: 2 ranks differ from the single device" in ended.errors
 
 
 def test_a_llama_folder_in_the_default_mode(tmp_path: Path) -> None:
