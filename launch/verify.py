@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.environment import Environment, Options, launch, make_deterministic, parse
+from launch.environment import Environment, Options, UserError, launch, make_deterministic, parse
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
 from parallel.regions import merge_tokens

@@ -419,6 +419,16 @@ def test_refusals() -> None:
         TPGroup(0, 3, mock.Mock()).with_virtual_shards(2)
 
 
+@pytest.mark.parametrize("virtual_shards", [1, 4])
+def test_the_gradient_norm_asks_for_the_group_of_the_model(virtual_shards: int) -> None:
+    model = Case(virtual_shards=virtual_shards).model(single_device())
+    ids, labels = Case().batch_of(0)
+    model(ids, labels=labels).backward()
+    with pytest.raises(ValueError, match=f"cut into {virtual_shards} virtual shards, the group given into 1 shards"):
+        clip_grad_norm_(model, 1.0, single_device())
+    assert clip_grad_norm_(model, 1.0, model.group) > 0
+
+
 def test_gradient_norm_without_cut_parameters() -> None:
     model = torch.nn.LayerNorm(3)
     model(torch.randn(2, 3)).square().sum().backward()

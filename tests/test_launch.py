@@ -185,6 +185,9 @@ def test_c12_two_ranks_equal_one_device_and_a_resumed_run_equals_an_uninterrupte
     once, twice = (weights(tmp_path / "runs" / number / "checkpoints" / "step-4", config) for number in "12")
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
+    other = torchrun(2, "-m", "launch.train", *options, "--seed", "1", "--resume", "runs/1/checkpoints/step-2", cwd=tmp_path)
+    assert other.code == 2 and "was saved by a run with seed 0, this one has seed 1" in other.errors
+
 
 def test_a_single_device_needs_no_torchrun_and_a_run_needs_a_folder(tmp_path: Path) -> None:
     options = [*TINY, "--tp", "1", "--steps", "2", "--out", "run", "--log-every", "2", "--sequence-parallel"]

@@ -311,7 +311,7 @@ def order(group: TPGroup, kind: str, sequence_parallel: bool) -> list[str]:
     else:
         linear = RowParallelLinear(8, 8, False, group=group, sequence_parallel=sequence_parallel)
         x = torch.ones(4, 8 // group.size, requires_grad=True)
-    y = linear(x)
+    y = linear(x, tokens=4 * group.size) if kind == "column" and sequence_parallel else linear(x)
     with OpRecord() as record:
         y.backward(torch.ones_like(y))
     names = [name.rpartition(".")[2].removesuffix("_") for name in record.names]
@@ -463,6 +463,7 @@ def misuse(group: TPGroup, what: str) -> None:
         "row width": lambda: row(torch.ones(3, local + 1)),
         "whole width": lambda: whole_row(torch.ones(3, 9)),
         "tokens": lambda: tokens_cut(torch.ones(3, 6), tokens=20),
+        "no tokens": lambda: tokens_cut(torch.ones(3, 6)),
         "column dtype": lambda: column(torch.ones(3, 6).double()),
         "gathered dtype": lambda: tokens_cut(torch.ones(3, 6).half()),
         "row dtype": lambda: row(torch.ones(3, local, dtype=torch.int64)),
@@ -491,6 +492,7 @@ def misuse(group: TPGroup, what: str) -> None:
         ("row dtype", 2, "RowParallelLinear has a weight of torch.float32, got an input of torch.int64"),
         ("column scalar", 2, "expects inputs of at least one dimension"),
         ("row scalar", 1, "expects inputs of at least one dimension"),
+        ("no tokens", 2, "needs tokens=..., the total over the ranks"),
         ("tokens", 2, r"deals 20 tokens as \[10, 10\] over 2 ranks, rank 0 was given 3"),
     ],
 )
