@@ -36,6 +36,9 @@ from parallel.group import TPGroup, single_device
 
 T = TypeVar("T", bound="Options")
 
+LONGEST_TIMEOUT = 1e6
+"""Seconds; torch counts milliseconds in 32 bits."""
+
 
 class UserError(Exception):
     """What whoever started the program is told in one line: a mistake (code 2), or a result that is not as it should be (1).
@@ -80,6 +83,8 @@ class Environment:
         self.device = torch.device("cpu")
         self.group: TPGroup = single_device()
         self.mesh: DeviceMesh | None = None
+        if not 0 < options.timeout <= LONGEST_TIMEOUT:
+            raise UserError(f"--timeout must be positive and at most {LONGEST_TIMEOUT:g} s, got {options.timeout:g}")
         self._timeout = timedelta(seconds=options.timeout)
         self._store: Store | None = None
         self._exchanges = 0

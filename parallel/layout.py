@@ -62,7 +62,7 @@ class Part:
     def even(cls, name: str, units: int, shards: int, *, unit: int = 1) -> Part:
         """``units`` of ``unit`` rows each, dealt as evenly as they go. A ValueError if a shard would hold none."""
         if units < shards:
-            raise ValueError(f"{name}: {units} cannot be dealt over {shards} tensor-parallel ranks, one would hold none")
+            raise ValueError(f"{name}: {units} cannot be dealt over {shards} tensor-parallel shards, one would hold none")
         return cls(name, units * unit, deal(units, shards, unit))
 
 
@@ -74,10 +74,10 @@ def attention_parts(heads: int, kv_heads: int, head_dim: int, shards: int) -> tu
     so a KV head is held by several shards (2 KV heads on 4 shards: 0, 0, 1, 1). Either way every shard runs an ordinary
     grouped attention: its query heads divide evenly over its KV heads.
     """
-    if heads % kv_heads:
+    if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
     if heads < shards:
-        raise ValueError(f"{heads} query heads cannot be dealt over {shards} tensor-parallel ranks (KV heads: {kv_heads})")
+        raise ValueError(f"{heads} query heads cannot be dealt over {shards} tensor-parallel shards (KV heads: {kv_heads})")
     group = heads // kv_heads
     if kv_heads >= shards:
         kv = deal(kv_heads, shards)

@@ -336,7 +336,7 @@ def build(group: TPGroup, kind: Callable[..., nn.Module], config: ModelConfig) -
 @pytest.mark.parametrize("kind", [Block, Stack, Decoder])
 def test_c35_more_ranks_than_query_heads_are_refused_at_construction(pool: Pool, kind: Callable[..., nn.Module]) -> None:
     config = changed(TINY, heads=3, kv_heads=1, head_dim=4)
-    with pytest.raises(ValueError, match=r"3 query heads cannot be dealt over 4 tensor-parallel ranks \(KV heads: 1\)"):
+    with pytest.raises(ValueError, match=r"3 query heads cannot be dealt over 4 tensor-parallel shards \(KV heads: 1\)"):
         pool.run(4, build, kind, config)
 
 

@@ -193,7 +193,7 @@ def wrong_loss(group: TPGroup, chunked: bool, arguments: dict[str, Any]) -> None
     arguments = {"labels": torch.tensor([0, 1, 2]), "vocab_size": 10, "group": group, **arguments}
     labels = arguments.pop("labels").to(torch.get_default_device())
     weight = take(randn(10, WIDTH), 0, group)
-    x = randn(3, WIDTH)
+    x = arguments.pop("x", randn(3, WIDTH)).to(torch.get_default_device())
     if chunked:
         linear_cross_entropy(x, weight, labels, **arguments)
     else:
@@ -214,8 +214,10 @@ def test_wrong_losses(pool: Pool, ranks: int, chunked: bool, arguments: dict[str
     [
         ({"reduction": "none"}, "reduction is one of mean, sum, got 'none'"),
         ({"chunk_tokens": 0}, "chunk_tokens is at least 1, got 0"),
-        ({"vocab_size": 2}, "vocab: 2 cannot be dealt over 4 tensor-parallel ranks"),
+        ({"vocab_size": 2}, "vocab: 2 cannot be dealt over 4 tensor-parallel shards"),
         ({"sequence_parallel": True}, r"deals 3 tokens as \[1, 1, 1, 0\] over 4 ranks, rank . was given \(3,\)"),
+        ({"x": randn(3, WIDTH).int()}, "the logits must be of a floating dtype, got torch.int32"),
+        ({"x": randn(3, WIDTH).half()}, "x is of torch.float16, the weight of torch.float64"),
         ({"bias": torch.zeros(1)}, r"does not fit a weight of shape \(., 12\) and a bias of shape \(1,\)"),
     ],
 )

@@ -236,10 +236,10 @@ def test_more_ranks_than_there_is_to_deal(pool: Pool, kind: type[Block | Stack |
     with pytest.raises(ValueError, match=r"3 query heads cannot be dealt over 4 .* \(KV heads: 1\)"):
         pool.run(4, build, kind, heads, device)
     pool.run(3, build, kind, heads, device)
-    with pytest.raises(ValueError, match="3 cannot be dealt over 4 tensor-parallel ranks, one would hold none"):
+    with pytest.raises(ValueError, match="3 cannot be dealt over 4 tensor-parallel shards, one would hold none"):
         pool.run(4, build, kind, {"d_ff": 3}, device)
     if kind is Decoder:
-        with pytest.raises(ValueError, match="vocab: 2 cannot be dealt over 3 tensor-parallel ranks, one would hold none"):
+        with pytest.raises(ValueError, match="vocab: 2 cannot be dealt over 3 tensor-parallel shards, one would hold none"):
             pool.run(3, build, kind, {"vocab_size": 2}, device)
     else:
         pool.run(3, build, kind, {"vocab_size": 2}, device)

@@ -130,8 +130,9 @@ def test_ranks_with_other_settings_are_named(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--tp", "3"], "--tp 3 does not divide the 2 ranks that were started"),
+        (["--timeout", "nan"], "--timeout must be positive and at most 1e+06 s, got nan"),
         (["--tp", "1"], "2 ranks with --tp 1 would be 2 data-parallel replicas"),
-        (["--heads", "1", "--kv-heads", "1"], "1 query heads cannot be dealt over 2 tensor-parallel ranks"),
+        (["--heads", "1", "--kv-heads", "1"], "1 query heads cannot be dealt over 2 tensor-parallel shards"),
     ],
 )
 def test_wrong_sizes_are_one_line_from_one_rank(options: list[str], message: str, tmp_path: Path) -> None:
@@ -187,6 +188,21 @@ def test_c12_two_ranks_equal_one_device_and_a_resumed_run_equals_an_uninterrupte
 
     other = torchrun(2, "-m", "launch.train", *options, "--seed", "1", "--resume", "runs/1/checkpoints/step-2", cwd=tmp_path)
     assert other.code == 2 and "was saved by a run with seed 0, this one has seed 1" in other.errors
+
+
+def test_an_invariant_run_resumes_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:
+    """Shards of odd sizes: local tensors end, for the optimizer's vectorised code, at other elements than the whole ones."""
+    sizes = "--dim 30 --layers 2 --heads 3 --kv-heads 3 --d-ff 53 --batch 4 --seq-len 33 --validation-batches 1 --device cpu"
+    options = shlex.split(f"{sizes} --virtual-shards 3 --steps 16 --warmup 2 --lr 3e-3 --checkpoint-every 8")
+    for ranks, more in ((2, []), (3, ["--resume", "runs/1/checkpoints/step-8"])):
+        ended = torchrun(ranks, "-m", "launch.train", *options, *more, cwd=tmp_path)
+        assert ended.code == 0, ended.errors
+        assert {d["relative"] for d in metrics(tmp_path / "runs" / str(1 + bool(more)))[-1]["comparison"]} == {0.0}
+    uninterrupted = losses(tmp_path / "runs" / "1")
+    assert losses(tmp_path / "runs" / "2") == {step: uninterrupted[step] for step in range(9, 17)}
+    config = TrainConfig(dim=30, layers=2, heads=3, kv_heads=3, d_ff=53, seq_len=33)
+    once, twice = (weights(tmp_path / "runs" / number / "checkpoints" / "step-16", config) for number in "12")
+    assert all(torch.equal(once[name], twice[name]) for name in once)
 
 
 def test_a_single_device_needs_no_torchrun_and_a_run_needs_a_folder(tmp_path: Path) -> None:

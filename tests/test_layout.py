@@ -57,7 +57,7 @@ def test_part_even() -> None:
 
 @pytest.mark.parametrize(("units", "shards"), [(1, 2), (3, 4), (0, 1)])
 def test_part_refuses_to_leave_a_rank_without_any(units: int, shards: int) -> None:
-    with pytest.raises(ValueError, match=f"gate: {units} cannot be dealt over {shards} tensor-parallel ranks"):
+    with pytest.raises(ValueError, match=f"gate: {units} cannot be dealt over {shards} tensor-parallel shards"):
         Part.even("gate", units, shards)
 
 

@@ -162,7 +162,7 @@ def test_wrong_ids(pool: Pool, ranks: int) -> None:
 def test_wrong_tables() -> None:
     with pytest.raises(ValueError, match="positive sizes, got num_embeddings=0 and embedding_dim=4"):
         VocabParallelEmbedding(0, 4, group=single_device())
-    with pytest.raises(ValueError, match="vocab: 3 cannot be dealt over 4 tensor-parallel ranks"):
+    with pytest.raises(ValueError, match="vocab: 3 cannot be dealt over 4 tensor-parallel shards"):
         VocabParallelEmbedding(3, 4, group=TPGroup(0, 4, mock.Mock()))
 
 
