@@ -436,3 +436,15 @@ def test_c82_recomputation_draws_the_same_masks(pool: Pool, ranks: int) -> None:
         for same, again in pool.run(ranks, recomputed, sequence_parallel):
             assert same
             assert again == TINY.layers  # it did recompute
+
+
+def test_c81_gelu_is_the_exact_form_and_gelu_tanh_the_approximation() -> None:
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    exact = x * 0.5 * (1 + torch.erf(x / 2**0.5))
+    approximate = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    for activation, expected in ((Activation.GELU, exact), (Activation.GELU_TANH, approximate)):
+        block = Block(changed(TINY, activation=activation), group=TPGroup())
+        torch.testing.assert_close(block.feedforward.mix([x])[0], expected, rtol=0, atol=1e-12)
+    assert (exact - approximate).abs().max() > 1e-4  # they can be told apart
+    with pytest.raises(ValueError, match="activation must be one of .*Activation.GELU_TANH.*, got 'gelu_fast'"):
+        changed(TINY, activation="gelu_fast")
