@@ -97,6 +97,8 @@ class TrainConfig(Options):
         for name in ("warmup", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if self.heads > 0 and self.dim % self.heads:
+            raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
         if env.world > env.group.size:
             raise ValueError(
                 f"{env.world} ranks with --tp {env.group.size} would be {env.world // env.group.size} data-parallel replicas, "
@@ -154,7 +156,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)
 
     def resume(self, path: Path) -> None:
-        extra = load_checkpoint(path, self.model, self.group, self.optimizer)
+        try:
+            extra = load_checkpoint(path, self.model, self.group, self.optimizer)
+        except RuntimeError as error:  # damaged files: told in a line, on every rank
+            raise UserError(str(error)) from error
         for name in RESUMED_ALIKE:
             saved, ours = extra["config"][name], getattr(self.config, name)
             if saved != ours:

@@ -131,11 +131,11 @@ def load_checkpoint(
     Raises:
         ValueError: on every rank and with the model unchanged, if there is no complete checkpoint at ``path``, or if a tensor
             is missing, unknown, or of another shape or dtype; it names them.
-        RuntimeError: on every rank, if reading fails.
+        RuntimeError: on every rank and with the model unchanged, if reading fails.
     """
     path = Path(path)
     _agree(not (path / "extra.json").is_file(), group, f"{path} is not a complete checkpoint (it has no extra.json)")
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored, extra = _read_index(path, group)
     entries = list(named_layouts(model))
     _check_stored(path, {k: v for k, v in stored.items() if not k.startswith("optimizer.")}, entries)
     weights = [torch.empty_like(parameter, requires_grad=False) for _, parameter, _ in entries]
@@ -164,7 +164,21 @@ def load_checkpoint(
             optimizer.state.pop(parameter, None)
             if restored:
                 optimizer.state[parameter] = restored
-    return json.loads((path / "extra.json").read_text())
+    return extra
+
+
+def _read_index(path: Path, group: TPGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the checkpoint says it holds, and its ``extra``."""
+    stored: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    reason = ""
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        extra = json.loads((path / "extra.json").read_text())
+    except Exception as error:  # a damaged pickle raises nearly anything
+        reason = _reason(error)
+    _agree(bool(reason), group, f"reading the checkpoint {path} failed: {reason or 'see the other ranks'}", RuntimeError)
+    return stored, extra
 
 
 def _counters_beside(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -200,11 +214,16 @@ def _agree(failed: bool, group: TPGroup, message: str, kind: type[Exception] = V
         raise kind(message)
 
 
+def _reason(error: BaseException) -> str:
+    """Its text, or its type's name if it has none (EOFError, say)."""
+    return str(error) or type(error).__name__
+
+
 def _run(action: Callable[[], object], what: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single device is no mistake
             action()
     except CheckpointException as error:  # a BaseException, which the caller's `except Exception` would miss
-        reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        reasons = "; ".join(f"rank {rank}: {_reason(failure[0])}" for rank, failure in error.failures.items())
         raise RuntimeError(f"{what} failed: {reasons}") from error

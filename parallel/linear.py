@@ -149,8 +149,8 @@ class ColumnParallelLinear(nn.Module):
         grad weight   dW_r = dy_r^T x              [O_r, I]        no collective
         grad bias     db_r = sum_T dy_r            [O_r]           no collective
 
-    With ``sequence_parallel`` x is this rank's tokens x_r [T_r, I]: forward all-gathers it, the input gradient is
-    reduce-scattered, and backward gathers x again (overlapped with dy_r W_r) rather than keep it whole.
+    With ``sequence_parallel`` x is this rank's tokens x_r [T_r, I] (``regions.split_tokens`` cuts a whole x): forward all-gathers
+    it, the input gradient is reduce-scattered, and backward gathers x again (overlapped with dy_r W_r) rather than keep it whole.
 
     Args:
         in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``, all of global size.

@@ -466,10 +466,11 @@ def load_damaged(group: TPGroup, path: Path) -> None:
     assert same(gather_state(model, group), before)
 
 
+@pytest.mark.parametrize("files", ["*.distcp", ".metadata", "extra.json"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_checkpoint_leaves_the_model_alone(pool: Pool, tmp_path: Path, ranks: int) -> None:
+def test_a_damaged_checkpoint_leaves_the_model_alone(pool: Pool, tmp_path: Path, ranks: int, files: str) -> None:
     pool.run(2, save_sample, tmp_path / "checkpoint")
-    for file in (tmp_path / "checkpoint").glob("*.distcp"):
+    for file in (tmp_path / "checkpoint").glob(files):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     pool.run(ranks, load_damaged, tmp_path / "checkpoint")
 
