@@ -187,7 +187,7 @@ def test_c12_two_ranks_equal_one_device_and_a_resumed_run_equals_an_uninterrupte
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
     other = torchrun(2, "-m", "launch.train", *options, "--seed", "1", "--resume", "runs/1/checkpoints/step-2", cwd=tmp_path)
-    assert other.code == 2 and "was saved by a run with seed 0, this one has seed 1" in other.errors
+    assert other.code != 0 and "was saved by a run with seed 0, this one has seed 1" in other.errors
 
 
 def test_an_invariant_run_resumes_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:

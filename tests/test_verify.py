@@ -50,6 +50,18 @@ def test_a_llama_folder_in_the_default_mode(tmp_path: Path) -> None:
     assert "1e-10" in ended.output and "2 ranks equal the single device" in ended.output
 
 
+def test_gradients_of_nothing_but_rounding_are_no_difference(tmp_path: Path) -> None:
+    """A bias of the keys changes no loss: softmax does not see what is added to all scores."""
+    (tmp_path / "biased.py").write_text(
+        "import launch.verify\nfrom tpblock import ModelConfig, Norm\n"
+        "launch.verify.SMALL = ModelConfig(vocab_size=509, dim=256, layers=1, heads=4, d_ff=512, norm=Norm.LAYERNORM, bias=True)\n"
+        "launch.verify.main()\n"
+    )
+    ended = torchrun(2, "biased.py", *SMALL[2:], "--dtype", "bfloat16", cwd=tmp_path)
+    assert ended.code == 0, ended.output + ended.errors
+    assert "2 ranks equal the single device" in ended.output
+
+
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     ended = torchrun(2, *SMALL, "--model", "lama", cwd=tmp_path)
     assert ended.code != 0
