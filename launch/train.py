@@ -164,6 +164,12 @@ class Trainer:
             saved, ours = extra["config"][name], getattr(self.config, name)
             if saved != ours:
                 raise ValueError(f"{path} was saved by a run with {name} {saved}, this one has {name} {ours}")
+        threads, ours = extra.get("threads"), torch.get_num_threads()
+        if self.group.invariant and self.device.type == "cpu" and threads != ours:
+            raise ValueError(
+                f"{path} was saved by ranks of {threads} threads, these have {ours}, which makes other bits: "
+                f"start them with OMP_NUM_THREADS={threads}"
+            )
         self.first_step = extra["steps"]
         if self.first_step >= self.config.steps:
             raise ValueError(
@@ -198,7 +204,7 @@ class Trainer:
         """Writes checkpoints/step-N, then removes older ones but the latest."""
         checkpoints = folder / "checkpoints"
         checkpoints.mkdir(exist_ok=True)
-        extra = {"steps": steps, "config": json.loads(_as_json(self.config))}
+        extra = {"steps": steps, "threads": torch.get_num_threads(), "config": json.loads(_as_json(self.config))}
         save_checkpoint(checkpoints / f"step-{steps}", self.model, self.group, self.optimizer, extra)
         if self.group.rank == 0:
             complete = [path for path in checkpoints.glob("step-*") if path.suffix != ".partial"]

@@ -170,7 +170,8 @@ def check_supported(x: Tensor) -> None:
         raise ValueError(
             "invariant mode (virtual_shards) cannot run under autocast: build the model in the dtype it is to use"
         )
-    if x.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    if x.device.type == "cuda" and (only_warned or not torch.are_deterministic_algorithms_enabled()):
         raise ValueError(
             "invariant mode (virtual_shards) on CUDA needs torch.use_deterministic_algorithms(True) "
             "and CUBLAS_WORKSPACE_CONFIG=:4096:8"

@@ -27,7 +27,7 @@ from parallel.layout import Run
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.regions import copies_for_ranks
 from parallel.state import gather_state
-from parallel.virtual import weight_shards
+from parallel.virtual import check_supported, weight_shards
 from tests.pool import Pool
 from tpblock import Activation, Decoder, ModelConfig, Norm, Placement, Position
 from tpblock.config import Parallelism
@@ -412,6 +412,14 @@ def test_refusals() -> None:
             torch.compile(model.stack.blocks[0], backend="eager", fullgraph=fullgraph)(torch.randn(3, 7, 52))
     with pytest.raises(AssertionError, match="invariant_mode_cannot_be_compiled"):
         torch.compile(model, backend="eager")(ids, labels=labels)
+    on_gpu = mock.Mock(device=torch.device("cuda"))
+    for mode in ({"mode": False}, {"mode": True, "warn_only": True}):
+        torch.use_deterministic_algorithms(**mode)
+        try:
+            with pytest.raises(ValueError, match="on CUDA needs torch.use_deterministic_algorithms"):
+                check_supported(on_gpu)
+        finally:
+            torch.use_deterministic_algorithms(False)
     for shards, fault in ((9, "8 query heads cannot be dealt over 9"), (0, "0 virtual shards"), (-1, "-1 virtual shards")):
         with pytest.raises(ValueError, match=fault):
             dataclasses.replace(case, virtual_shards=shards).model(single_device())

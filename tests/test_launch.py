@@ -204,6 +204,10 @@ def test_an_invariant_run_resumes_on_another_number_of_ranks_with_the_same_bits(
     once, twice = (weights(tmp_path / "runs" / number / "checkpoints" / "step-16", config) for number in "12")
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
+    (tmp_path / "threads.py").write_text("import torch\ntorch.set_num_threads(2)\nimport launch.train\nlaunch.train.main()\n")
+    other = python("threads.py", *options, "--tp", "1", "--resume", "runs/1/checkpoints/step-8", cwd=tmp_path)
+    assert other.code == 2 and "saved by ranks of 1 threads, these have 2" in other.errors
+
 
 def test_a_single_device_needs_no_torchrun_and_a_run_needs_a_folder(tmp_path: Path) -> None:
     options = [*TINY, "--tp", "1", "--steps", "2", "--out", "run", "--log-every", "2", "--sequence-parallel"]
