@@ -81,7 +81,8 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings, embedding_dim, device, dtype: as in ``torch.nn.Embedding``, of global size.
         group: the ranks that share the table.
         sequence_parallel: cut the output along its flattened tokens.
-        reduce_dtype: the dtype in which rows are added over the ranks; None: their own, which is exact.
+        reduce_dtype: the dtype in which rows are added over the ranks; None, and always in invariant mode: their own, which is
+            exact.
         seed, name: initial values are a function of these and of the global coordinates alone (see rng.py).
             ``seed=None`` leaves them unset for an enclosing module to fill.
 
@@ -114,7 +115,8 @@ class VocabParallelEmbedding(nn.Module):
             )
         check_dtypes("VocabParallelEmbedding", dtype=dtype, reduce_dtype=reduce_dtype)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
-        self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
+        # A narrower dtype would round rows, and only where there are several ranks.
+        self.sequence_parallel, self.reduce_dtype = sequence_parallel, None if group.invariant else reduce_dtype
         owners = group.owners if group.invariant else None
         layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], owners)
         self.layouts = {"weight": layout}

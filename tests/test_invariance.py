@@ -154,6 +154,13 @@ def test_bytes_equal_the_single_device(pool: Pool, name: str, ranks: int) -> Non
     assert pool.run(ranks, against_single, cases)[0] == [[]] * len(cases)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_in_a_narrower_dtype(pool: Pool, ranks: int) -> None:
+    narrow: dict[str, Any] = {"dtype": torch.float32, "reduce_dtype": torch.bfloat16}
+    cases = [Case(CONFIGS[name], sequence_parallel=sp, **narrow) for name in ("gpt", "two norms") for sp in (False, True)]
+    assert pool.run(ranks, against_single, cases)[0] == [[]] * 4
+
+
 def long_training(group: TPGroup, case: Case) -> list[str]:
     return against_single(group, [case])[0]
 
