@@ -90,6 +90,7 @@ def test_c84_a_compiled_block_equals_the_eager_one(pool: Pool, config: ModelConf
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles C++")
+@pytest.mark.skipif(" " in torch.__file__, reason="inductor cannot link against a torch whose path has a space")
 def test_c84_inductor(pool: Pool) -> None:
     for found in pool.run(2, compare, *CASES["parallel, sequence parallel"], "inductor", timeout=240):
         assert max(distance for _, distance in found) < 1e-5, found
