@@ -64,6 +64,11 @@ class TPGroup:
         return deal(self.shards, self.size)
 
     @property
+    def virtual_owners(self) -> tuple[Run, ...] | None:
+        """``owners`` in invariant mode, else None: what a Layout is told."""
+        return self.owners if self.invariant else None
+
+    @property
     def local_shards(self) -> range:
         """The shards that this rank owns."""
         return range(*self.owners[self.rank])

@@ -197,12 +197,11 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output, self.sequence_parallel, self.reduce_dtype = gather_output, sequence_parallel, reduce_dtype
         parts = parts or [Part.even("output", out_features, group.shards)]
         check_parts("ColumnParallelLinear", parts, group)
-        owners = group.owners if group.invariant else None
-        layout = column_layout((out_features, in_features), parts, owners)
+        layout = column_layout((out_features, in_features), parts, group.virtual_owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if bias:
-            self.layouts["bias"] = column_layout((out_features,), parts, owners)
+            self.layouts["bias"] = column_layout((out_features,), parts, group.virtual_owners)
             shape = self.layouts["bias"].local_shape(group.rank)
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         else:
@@ -314,8 +313,7 @@ class RowParallelLinear(nn.Module):
         self.reduce_dtype = reduce_dtype
         parts = parts or [Part.even("input", in_features, group.shards)]
         check_parts("RowParallelLinear", parts, group)
-        owners = group.owners if group.invariant else None
-        layout = row_layout((out_features, in_features), parts, owners)
+        layout = row_layout((out_features, in_features), parts, group.virtual_owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if bias:

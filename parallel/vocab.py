@@ -117,8 +117,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
         # A narrower dtype would round rows, and only where there are several ranks.
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, None if group.invariant else reduce_dtype
-        owners = group.owners if group.invariant else None
-        layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], owners)
+        layout = column_layout((num_embeddings, embedding_dim), [vocab_part(num_embeddings, group)], group.virtual_owners)
         self.layouts = {"weight": layout}
         self.weight = nn.Parameter(torch.empty(layout.local_shape(group.rank), device=device, dtype=dtype))
         if seed is not None:
