@@ -26,7 +26,7 @@ from parallel.group import TPGroup, single_device
 from parallel.regions import merge_tokens
 from parallel.state import gather_state
 from tpblock import Decoder, ModelConfig, load_pretrained, preset
-from tpblock.pretrained import read_config
+from tpblock.formats.checkpoint import read_config
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
 """Largest relative differences (norm of the difference over norm) that orders of summation explain, without invariant mode."""

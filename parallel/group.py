@@ -20,7 +20,8 @@ class TPGroup:
     """The ranks that share one copy of the model.
 
     ``rank`` is this process's place in the group (0 <= rank < size), which is what decides the shard that it owns.
-    ``process_group`` is None exactly when ``size`` is 1.
+    ``process_group`` is None when ``size`` is 1, and for a group that cannot communicate: on the meta device it still tells
+    what each rank would hold.
 
     ``virtual_shards`` turns on invariant mode: parameters are cut into that many shards whatever the number of ranks, each rank
     owns a contiguous run of them, and all sums over shards have the same bits for every ``size`` (see tree.py). Without it
@@ -35,8 +36,6 @@ class TPGroup:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is outside a tensor-parallel group of size {self.size}")
-        if self.size > 1 and self.process_group is None:
-            raise ValueError(f"a tensor-parallel group of size {self.size} needs a process group")
         if self.virtual_shards is not None and self.virtual_shards < 1:
             raise ValueError(f"there must be at least one virtual shard, not {self.virtual_shards} virtual shards")
         if self.virtual_shards is not None and self.virtual_shards < self.size:
@@ -80,7 +79,8 @@ class TPGroup:
     @property
     def name(self) -> str:
         """The name under which torch's functional collectives know the process group."""
-        assert self.process_group is not None
+        if self.process_group is None:
+            raise ValueError(f"a tensor-parallel group of size {self.size} needs a process group to communicate")
         return self.process_group.group_name
 
     @classmethod

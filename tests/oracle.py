@@ -6,8 +6,10 @@ cut. test_oracle.py checks it against Hugging Face's modules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,12 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class OracleConfig:
-    """``placement``: pre, parallel or parallel_two_norms. ``rotary_dim``: rotated features a head, 0 for learned positions."""
+    """``placement``: pre, parallel or parallel_two_norms. ``rotary_dim``: rotated features a head, 0 for learned positions.
+
+    ``bias``: for all linears, or the names of those that have one: qkv, out, feedforward. ``qk_norm``: RMSNorm of every query and
+    key head. ``rope_scaling``: ``kind`` (linear, llama3, longrope) and its numbers. ``window``: how many tokens one sees, itself
+    included, but in ``full_layers``.
+    """
 
     vocab_size: int
     dim: int
@@ -32,8 +39,15 @@ class OracleConfig:
     rotary_dim: int
     rope_theta: float
     max_seq_len: int
-    bias: bool
+    bias: bool | frozenset[str]
     tied_embeddings: bool
+    qk_norm: bool = False
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+
+    def biased(self, linears: str) -> bool:
+        return self.bias if isinstance(self.bias, bool) else linears in self.bias
 
 
 def no_dropout(site: str, x: Tensor) -> Tensor:
@@ -45,36 +59,61 @@ def norm(config: OracleConfig) -> nn.Module:
     return kinds[config.norm](config.dim, eps=config.norm_eps)
 
 
-def rotate(x: Tensor, rotary_dim: int, theta: float) -> Tensor:
+def frequency(i: int, seq: int, config: OracleConfig) -> float:
+    """The angle by which pair i of a head turns from one position to the next in a sequence of ``seq`` tokens."""
+    plain, scaling = config.rope_theta ** (-2 * i / config.rotary_dim), config.rope_scaling
+    match scaling.get("kind"):
+        case "linear":
+            return plain / scaling["factor"]
+        case "longrope":
+            name = "long_factor" if seq > scaling["original_max_seq_len"] else "short_factor"
+            return plain / scaling[name][i]
+        case "llama3":
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            turns = scaling["original_max_seq_len"] * plain / (2 * math.pi)
+            if turns > high:
+                return plain
+            if turns < low:
+                return plain / scaling["factor"]
+            share = (turns - low) / (high - low)
+            return (1 - share) * plain / scaling["factor"] + share * plain
+    return plain
+
+
+def rotate(x: Tensor, config: OracleConfig) -> Tensor:
     """Feature i < rotary_dim/2 of each head of x [batch, heads, seq, head_dim] turns with feature i + rotary_dim/2."""
-    half = rotary_dim // 2
-    position = torch.arange(x.shape[2], dtype=torch.float64)
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = (position[:, None] * frequency).to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x[..., :half], x[..., half:rotary_dim]
+    half, seq = config.rotary_dim // 2, x.shape[2]
+    position = torch.arange(seq, dtype=torch.float64)
+    frequencies = torch.tensor([frequency(i, seq, config) for i in range(half)], dtype=torch.float64)
+    angle = (position[:, None] * frequencies).to(torch.promote_types(x.dtype, torch.float32))
+    factor = config.rope_scaling.get("attention_factor", 1.0)
+    cos, sin = factor * angle.cos(), factor * angle.sin()
+    first, second = x[..., :half], x[..., half : 2 * half]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return torch.cat([turned, x[..., rotary_dim:]], -1)
+    return torch.cat([turned, x[..., 2 * half :]], -1)
 
 
 class OracleBlock(nn.Module):
     """One block. ``dropout`` is called with the name of a site (1 and 2 after the sublayers, "attention" on the weights)."""
 
-    def __init__(self, config: OracleConfig) -> None:
+    def __init__(self, config: OracleConfig, layer: int = 0) -> None:
         super().__init__()
         self.config = config
+        self.window = None if layer in config.full_layers else config.window
         dim, inner, kv_inner = config.dim, config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.norm_1 = norm(config)
-        self.q = nn.Linear(dim, inner, config.bias)
-        self.k = nn.Linear(dim, kv_inner, config.bias)
-        self.v = nn.Linear(dim, kv_inner, config.bias)
-        self.o = nn.Linear(inner, dim, config.bias)
+        self.q = nn.Linear(dim, inner, config.biased("qkv"))
+        self.k = nn.Linear(dim, kv_inner, config.biased("qkv"))
+        self.v = nn.Linear(dim, kv_inner, config.biased("qkv"))
+        self.o = nn.Linear(inner, dim, config.biased("out"))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) for _ in range(2))
         if config.placement != "parallel":
             self.norm_2 = norm(config)
         if config.activation == "swiglu":
-            self.gate = nn.Linear(dim, config.d_ff, config.bias)
-        self.up = nn.Linear(dim, config.d_ff, config.bias)
-        self.down = nn.Linear(config.d_ff, dim, config.bias)
+            self.gate = nn.Linear(dim, config.d_ff, config.biased("feedforward"))
+        self.up = nn.Linear(dim, config.d_ff, config.biased("feedforward"))
+        self.down = nn.Linear(config.d_ff, dim, config.biased("feedforward"))
         self.dropout: Callable[[str, Tensor], Tensor] = no_dropout
 
     def attention(self, h: Tensor) -> Tensor:
@@ -85,12 +124,15 @@ class OracleBlock(nn.Module):
             return x.view(batch, seq, -1, config.head_dim).transpose(1, 2)
 
         q, k, v = heads(self.q(h)), heads(self.k(h)), heads(self.v(h))
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if config.rotary_dim:
-            q, k = (rotate(x, config.rotary_dim, config.rope_theta) for x in (q, k))
+            q, k = rotate(q, config), rotate(k, config)
         k, v = (x.repeat_interleave(config.heads // config.kv_heads, 1) for x in (k, v))
         scores = q @ k.transpose(2, 3) / config.head_dim**0.5
-        future = torch.arange(seq)[:, None] < torch.arange(seq)
-        weights = self.dropout("attention", scores.masked_fill(future, -torch.inf).softmax(-1))
+        distance = torch.arange(seq)[:, None] - torch.arange(seq)
+        unseen = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        weights = self.dropout("attention", scores.masked_fill(unseen, -torch.inf).softmax(-1))
         return self.o((weights @ v).transpose(1, 2).reshape(batch, seq, -1))
 
     def feedforward(self, h: Tensor) -> Tensor:
@@ -123,7 +165,7 @@ class OracleStack(nn.Module):
 
     def __init__(self, config: OracleConfig) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(OracleBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(OracleBlock(config, i) for i in range(config.layers))
         self.norm = norm(config)
 
     def forward(self, x: Tensor) -> Tensor:

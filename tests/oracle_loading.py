@@ -8,10 +8,13 @@ from torch import Tensor
 from parallel.group import single_device
 from parallel.state import named_layouts
 from tests.oracle import OracleConfig, OracleDecoder
-from tpblock import Decoder, ModelConfig, Position
+from tpblock import Bias, Decoder, LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, Position, QKNorm
+
+SCALINGS = {LinearScaling: "linear", Llama3Scaling: "llama3", LongRopeScaling: "longrope"}
 
 
 def oracle_config(config: ModelConfig) -> OracleConfig:
+    scaling = config.rope_scaling
     return OracleConfig(
         vocab_size=config.vocab_size,
         dim=config.dim,
@@ -27,8 +30,12 @@ def oracle_config(config: ModelConfig) -> OracleConfig:
         rotary_dim=config.rotary_dim if config.position is Position.ROPE else 0,
         rope_theta=config.rope_theta,
         max_seq_len=config.max_seq_len,
-        bias=config.bias,
+        bias=frozenset(str(linears.name).lower() for linears in Bias(config.bias)),
         tied_embeddings=config.tied_embeddings,
+        qk_norm=config.qk_norm is QKNorm.PER_HEAD,
+        rope_scaling={} if scaling is None else {"kind": SCALINGS[type(scaling)], **vars(scaling)},
+        window=config.sliding_window,
+        full_layers=config.full_attention_layers,
     )
 
 
@@ -38,7 +45,12 @@ def to_oracle(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     attention = {"q": inner, "k": kv_inner, "v": kv_inner}
     feedforward = {"gate": config.d_ff, "up": config.d_ff} if config.activation.gated else {"up": config.d_ff}
     fused = {"attention.qkv": attention, "feedforward.up": feedforward, "fused": attention | feedforward}
-    renamed = {"attention.out": "o", "feedforward.down": "down"}
+    renamed = {
+        "attention.out": "o",
+        "feedforward.down": "down",
+        "attention.q_norm": "q_norm",
+        "attention.k_norm": "k_norm",
+    }
     out: dict[str, Tensor] = {}
     for name, value in state.items():
         for ours, parts in fused.items():
@@ -81,5 +93,5 @@ def oracle_decoder(config: ModelConfig, state: dict[str, Tensor]) -> OracleDecod
 
 def is_softmax_invariant(name: str, config: ModelConfig) -> bool:
     """Whether the gradient of an oracle parameter is zero in exact arithmetic: a key bias adds the same to all scores of a
-    query, unless rotary embeddings turn it by a key's position."""
-    return name.endswith("k.bias") and config.position is Position.LEARNED
+    query, unless rotary embeddings turn it by a key's position or the key is normalised with it."""
+    return name.endswith("k.bias") and config.position is Position.LEARNED and config.qk_norm is QKNorm.NONE

@@ -19,8 +19,11 @@ from parallel import collectives, regions
 from parallel.cross_entropy import TokenLoss
 from parallel.group import TPGroup
 from parallel.layout import Layout
-from parallel.linear import RowParallelLinear
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tpblock.attention import Attention
+from tpblock.context import Keys
 from tpblock.dropout import Dropout
+from tpblock.rope import apply_rotary
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -101,6 +104,28 @@ def dropout_by_local_index(self: Dropout, x: Tensor, context: Any, **_: Any) -> 
 dropout_forward = Dropout.forward
 
 
+def wider_window(start: int, seq: int, window: int | None, device: torch.device) -> Keys:
+    return keys_of(start, seq, None if window is None else window + 1, device)
+
+
+keys_of = Keys.of
+
+
+def norm_after_rotary(self: Attention, qk: Tensor, shard: Any, norms: Any, rotary: Any) -> Tensor:
+    return prepare(self, apply_rotary(qk, rotary), shard, norms, None)
+
+
+prepare = Attention._prepare
+
+
+def reversed_bias(self: ColumnParallelLinear) -> tuple[Tensor, Tensor | None]:
+    weight, bias = parameters_of_holders(self)
+    return weight, None if bias is None else bias.flip(0)
+
+
+parameters_of_holders = ColumnParallelLinear._parameters_of_holders
+
+
 PLANTS: dict[str, Plant] = {
     "row bias added on every rank": patches(parallel__linear__RowParallelLinear__from_shards=bias_before_reduction),
     "biases of a parallel block added on every rank": patches(
@@ -126,5 +151,9 @@ PLANTS: dict[str, Plant] = {
     "labels smoothed over this rank's columns": patches(
         parallel__cross_entropy__TokenLoss__logit_gradient=smooth_over_local_columns
     ),
+    "QK-norm gradients not summed": patches(tpblock__attention__copy_to_shards=one_copy_a_shard),
+    "QK-norm after rotary": patches(tpblock__attention__Attention___prepare=norm_after_rotary),
+    "window off by one": patches(tpblock__context__Keys__of=wider_window),
+    "value biases on queries": patches(parallel__linear__ColumnParallelLinear___parameters_of_holders=reversed_bias),
     "dropout by local index": patches(tpblock__dropout__Dropout__forward=dropout_by_local_index),
 }

@@ -22,7 +22,7 @@ from parallel.group import TPGroup
 from parallel.linear import RowParallelLinear
 from parallel.regions import token_counts
 from tests.pool import Pool
-from tpblock import Activation, Block, Context, Decoder, ModelConfig, Norm, Placement, Position
+from tpblock import Activation, Bias, Block, Context, Decoder, ModelConfig, Norm, Placement, Position, QKNorm
 
 BATCH, SEQ, DIM, LAYERS = 2, 6, 16, 3
 TOKENS = BATCH * SEQ
@@ -43,6 +43,7 @@ CONFIGS = {
     "two norms": TWO_NORMS,
     "two norms, biases": TWO_NORMS_BIASED,
     "multi-query": MQA,
+    "qk-norm, two biases": ModelConfig(**{**vars(MQA), "qk_norm": QKNorm.PER_HEAD, "bias": Bias.QKV | Bias.OUT}),
     "parallel, multi-query": PARALLEL_MQA,
 }
 
@@ -142,14 +143,16 @@ def backward_of(config: ModelConfig, sp: bool, ranks: int, tokens: int = TOKENS)
         # dy gathered, dx scattered; x gathered again for the weight gradient, but for two norms, which keep it whole
         sent += [(times, "all_gather", size), (times, "reduce_scatter", size), (0 if two_norms else times, "all_gather", size)]
         sent += [(1, "all_reduce", 2 * norm) if two_norms else (times, "all_reduce", norm)]
-        sent += [(2 if config.bias else 0, "all_reduce", DIM)]  # of the output projection and of down
+        sent += [(config.has_bias(linears), "all_reduce", DIM) for linears in (Bias.OUT, Bias.FEEDFORWARD)]
     elif two_norms:
         sent += [(1, "all_reduce", size + 2 * norm)]  # dx with the gradients of both norms' parameters
     else:
         sent += [(times, "all_reduce", size)]
     if config.kv_heads < ranks:
         rows = 2 * config.kv_heads * config.head_dim
-        sent += [(1, "all_reduce", rows * DIM), (1 if config.bias else 0, "all_reduce", rows)]
+        sent += [(1, "all_reduce", rows * DIM), (config.has_bias(Bias.QKV), "all_reduce", rows)]
+    if config.qk_norm is QKNorm.PER_HEAD:
+        sent += [(1, "all_reduce", 2 * config.head_dim)]
     return sent
 
 

@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from parallel.group import TPGroup, single_device
 from parallel.state import named_layouts
-from tpblock.config import Activation, ModelConfig, Norm, Placement, Position, default_d_ff
+from tpblock.config import Activation, Bias, ModelConfig, Norm, Placement, Position, QKNorm, default_d_ff
 from tpblock.model import Decoder
 from tpblock.presets import PRESETS, preset
+from tpblock.rope import LinearScaling, LongRopeScaling
 
 SMALL: dict[str, Any] = {"vocab_size": 11, "dim": 12, "layers": 2, "heads": 3}
+
+
+def longrope(short: int = 2, long: int = 2) -> LongRopeScaling:
+    return LongRopeScaling(
+        short_factor=(1.0,) * short, long_factor=(2.0,) * long, original_max_seq_len=8, attention_factor=1.0
+    )
 
 
 def on_rank(rank: int, size: int) -> TPGroup:
@@ -42,7 +49,17 @@ def on_rank(rank: int, size: int) -> TPGroup:
         ({"dropout": "0.1"}, "dropout must be a finite number, got '0.1'"),
         ({"init_std": math.inf}, "init_std must be a finite number, got inf"),
         ({"rope_theta": None}, "rope_theta must be a finite number, got None"),
-        ({"bias": "no"}, "bias must be True or False, got 'no'"),
+        ({"bias": "no"}, r"bias must be one of Bias\.QKV, Bias\.OUT, Bias\.FEEDFORWARD, got 'no'"),
+        ({"qk_norm": True}, r"qk_norm must be one of QKNorm\.NONE, QKNorm\.PER_HEAD, got True"),
+        ({"placement": Placement.PARALLEL, "bias": Bias.QKV}, r"both have a bias or neither, got <?Bias\.QKV"),
+        ({"placement": Placement.PARALLEL, "bias": Bias.OUT | Bias.FEEDFORWARD}, "both have a bias or neither"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        ({"full_attention_layers": (1,)}, r"full_attention_layers \(1,\) have no effect without a sliding_window"),
+        ({"sliding_window": 3, "full_attention_layers": (0, 2)}, "full_attention_layers has 2, the layers are 0 to 1"),
+        ({"rope_scaling": 8.0}, r"rope_scaling must be one of .*Llama3Scaling.* or None, got 8\.0"),
+        ({"rope_scaling": longrope(short=3)}, "short_factor of rope_scaling has 3 numbers, 4 rotated features need 2"),
+        ({"rope_scaling": longrope(long=1)}, "long_factor of rope_scaling has 1 numbers, 4 rotated features need 2"),
+        ({"position": Position.LEARNED, "rope_scaling": LinearScaling(factor=2.0)}, r"LinearScaling\(.* no effect with"),
         ({"tied_embeddings": 1}, "tied_embeddings must be True or False, got 1"),
         ({"heads": 0, "head_dim": 4}, "heads must be a positive integer, got 0"),
         ({"kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
@@ -64,8 +81,8 @@ def on_rank(rank: int, size: int) -> TPGroup:
         ({"rotary_fraction": 1.5}, r"rotary_fraction must be above 0 and at most 1, got 1\.5"),
         ({"rotary_fraction": 0.25}, r"rotary_fraction 0\.25 of head_dim 4 rotates 1 features"),
         ({"head_dim": 5}, r"rotary_fraction 1\.0 of head_dim 5 rotates 5 features: .* even"),
-        ({"position": Position.LEARNED, "rope_theta": 5e5}, r"rope_theta 500000\.0 .* no effect with Position\.LEARNED"),
-        ({"position": Position.LEARNED, "rotary_fraction": 0.5}, r"rotary_fraction 0\.5 have no effect"),
+        ({"position": Position.LEARNED, "rope_theta": 5e5}, r"rope_theta 500000\.0, .* no effect with Position\.LEARNED"),
+        ({"position": Position.LEARNED, "rotary_fraction": 0.5}, r"rotary_fraction 0\.5 and .* no effect"),
         ({"activation": "swiglu"}, r"activation must be one of Activation\.SWIGLU, .*, got 'swiglu'"),
         ({"norm": "layernorm"}, r"norm must be one of Norm\.RMSNORM, Norm\.LAYERNORM, got 'layernorm'"),
         ({"placement": "pre"}, r"placement must be one of Placement\.PRE, .*, got 'pre'"),
@@ -87,6 +104,19 @@ def test_config_fills_in_what_follows() -> None:
         config.dim = 24
     with pytest.raises(TypeError):
         ModelConfig(11, 12, 2, 3)  # by keyword only
+
+
+def test_true_and_false_are_short_for_all_biases_and_none() -> None:
+    assert ModelConfig(**SMALL, bias=True) == ModelConfig(**SMALL, bias=Bias.ALL) != ModelConfig(**SMALL, bias=Bias.QKV)
+    assert ModelConfig(**SMALL, bias=False) == ModelConfig(**SMALL) and ModelConfig(**SMALL).bias is Bias.NONE
+    config = ModelConfig(**SMALL, bias=Bias.QKV | Bias.OUT)
+    assert [config.has_bias(linears) for linears in Bias] == [True, True, False]
+
+
+def test_windows_of_layers() -> None:
+    config = ModelConfig(**{**SMALL, "layers": 4}, sliding_window=5, full_attention_layers=(1, 3))
+    assert [config.window(layer) for layer in range(4)] == [5, None, 5, None]
+    assert ModelConfig(**SMALL).window(0) is None
 
 
 def test_default_widths_of_the_sources() -> None:
@@ -153,7 +183,7 @@ def test_presets_name_their_source() -> None:
     assert all(entry.source for entry in PRESETS.values())
     assert {"stack-100m", "llama-2-7b", "llama-3-8b", "llama-3-70b", "gpt-2", "gpt-3-175b", "gpt-neox-20b"} <= PRESETS.keys()
     stack = preset("stack-100m")
-    assert (stack.dim, stack.layers, stack.d_ff, stack.bias) == (512, 30, 1408, False)
+    assert (stack.dim, stack.layers, stack.d_ff, stack.bias) == (512, 30, 1408, Bias.NONE)
     assert stack.layers * stack.block_parameters() == 30 * (4 * 512**2 + 3 * 512 * 1408 + 2 * 512) == 96_368_640
     with pytest.raises(ValueError, match="unknown preset 'gpt-5'; there are stack-100m, llama-2-7b"):
         preset("gpt-5")
@@ -189,6 +219,10 @@ def test_c38_the_formula_is_the_sum_over_the_parameters_of_presets(name: str) ->
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any small model."""
+    placement = draw(st.sampled_from(Placement))
+    biases = [Bias.NONE, Bias.OUT, Bias.QKV | Bias.FEEDFORWARD, Bias.ALL]
+    if placement is not Placement.PARALLEL:
+        biases += [Bias.QKV, Bias.FEEDFORWARD | Bias.OUT]
     kv_heads, group, head_dim = draw(st.integers(1, 4)), draw(st.integers(1, 4)), 2 * draw(st.integers(1, 3))
     return ModelConfig(
         vocab_size=draw(st.integers(4, 30)),
@@ -200,10 +234,11 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         d_ff=draw(st.integers(4, 21)),
         activation=draw(st.sampled_from(Activation)),
         norm=draw(st.sampled_from(Norm)),
-        placement=draw(st.sampled_from(Placement)),
+        placement=placement,
         position=draw(st.sampled_from(Position)),
         max_seq_len=draw(st.integers(1, 9)),
-        bias=draw(st.booleans()),
+        bias=draw(st.sampled_from(biases)),
+        qk_norm=draw(st.sampled_from(QKNorm)),
         tied_embeddings=draw(st.booleans()),
     )
 

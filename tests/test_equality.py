@@ -40,7 +40,18 @@ from tests.equality import (
 )
 from tests.oracle_loading import is_softmax_invariant, to_oracle
 from tests.pool import Pool
-from tpblock import Activation, Block, ModelConfig, Norm, Placement, Position
+from tpblock import (
+    Activation,
+    Bias,
+    Block,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    Norm,
+    Placement,
+    Position,
+    QKNorm,
+)
 
 LLAMA = ModelConfig(vocab_size=257, dim=20, layers=2, heads=9, kv_heads=3, head_dim=4, d_ff=101, max_seq_len=16)
 MQA = ModelConfig(
@@ -86,6 +97,22 @@ NEOX = ModelConfig(
     max_seq_len=16,
 )
 RELU = ModelConfig(vocab_size=11, dim=12, layers=2, heads=6, kv_heads=2, d_ff=9, activation=Activation.RELU, max_seq_len=8)
+QWEN2 = replace(LLAMA, bias=Bias.QKV)
+QWEN3 = replace(LLAMA, head_dim=16, qk_norm=QKNorm.PER_HEAD)
+MISTRAL = replace(LLAMA, sliding_window=3, full_attention_layers=(1,))
+LLAMA3 = replace(
+    LLAMA,
+    head_dim=8,
+    rope_theta=100.0,  # of its four frequencies one is kept, two lie between, one is divided
+    rope_scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64),
+)
+PHI3 = replace(
+    LLAMA,
+    head_dim=8,
+    rope_scaling=LongRopeScaling(
+        short_factor=(1.0, 1.1, 1.3, 1.5), long_factor=(1.2, 2.0, 3.5, 5.0), original_max_seq_len=7, attention_factor=1.2
+    ),
+)
 
 
 def with_dropout(config: ModelConfig) -> ModelConfig:
@@ -99,6 +126,12 @@ CASES = {
     "palm": Case(PALM, batch=3, seq=8),
     "neox": Case(NEOX, batch=3, seq=7),
     "fewer tokens than ranks": Case(RELU, batch=1, seq=3, label_smoothing=0.2),
+    "qkv biases": Case(QWEN2),
+    "qk-norm": Case(QWEN3),
+    "sliding window": Case(MISTRAL),
+    "llama3 scaling": Case(LLAMA3),
+    "longrope, short": Case(PHI3, seq=7),
+    "longrope, long": Case(PHI3, seq=8),
     "dropout": Case(with_dropout(MQA)),
     "dropout in a parallel block": Case(with_dropout(NEOX)),
 }
@@ -120,13 +153,21 @@ def test_float64_equals_the_oracle(pool: Pool, case: Case, ranks: int) -> None:
     check(pool, ranks, case, [Variant(sequence_parallel=sp) for sp in BOTH])
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_c23_qk_norm_gradients_are_complete_with_fewer_kv_heads_than_ranks(pool: Pool, ranks: int) -> None:
+    """Ranks that share a key head each know a part of its gradient, and so of that of the norm's weight."""
+    case = Case(replace(MQA, head_dim=6, qk_norm=QKNorm.PER_HEAD))
+    assert {"grad/stack.blocks.0.q_norm.weight", "block/grad/k_norm.weight"} <= reference(case).keys()
+    check(pool, ranks, case, [Variant(sequence_parallel=sp) for sp in BOTH])
+
+
 @pytest.mark.parametrize("name", ["llama", "dropout"])
 def test_activation_checkpointing_equals_the_oracle(pool: Pool, name: str) -> None:
     variants = [Variant(sequence_parallel=sp, activation_checkpointing=True, loss_chunk=1024) for sp in BOTH]
     check(pool, 2, CASES[name], variants)
 
 
-@pytest.mark.parametrize("name", ["multi-query", "neox"])
+@pytest.mark.parametrize("name", ["multi-query", "neox", "qk-norm"])
 def test_autocast_equals_the_oracle(pool: Pool, name: str) -> None:
     """float32 weights, bfloat16 matrix products."""
     case = CASES[name]
@@ -138,12 +179,16 @@ def test_autocast_equals_the_oracle(pool: Pool, name: str) -> None:
                 assert_equal(result, reference(case, torch.float32), case.config, BFLOAT16, where)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama", 1), ("multi-query", 3), ("palm", 2), ("dropout", 2), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("llama", 1), ("multi-query", 3), ("palm", 2), ("dropout", 2), ("gpt2", 4), ("qk-norm", 3)]
+)
 def test_invariant_mode_equals_the_oracle(pool: Pool, name: str, ranks: int) -> None:
     check(pool, ranks, CASES[name], [Variant(sequence_parallel=sp, virtual_shards=4) for sp in BOTH])
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama", 1), ("llama", 2), ("gpt2", 2), ("palm", 3), ("neox", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("llama", 1), ("llama", 2), ("gpt2", 2), ("palm", 3), ("neox", 4), ("qk-norm", 2)]
+)
 def test_float32_and_bfloat16_equal_the_oracle(pool: Pool, name: str, ranks: int) -> None:
     half = [Variant(sequence_parallel=sp, dtype=torch.bfloat16, reduce_dtype=r) for sp in BOTH for r in (None, torch.float32)]
     single = [Variant(sequence_parallel=sp, dtype=torch.float32) for sp in BOTH]
@@ -173,6 +218,11 @@ MISTAKES = [
     ("replicated gradients counted on every rank", "neox", False, "norm/2.0"),
     ("fused weights cut into plain slices", "llama", False, "block/out"),
     ("labels smoothed over this rank's columns", "gpt2", False, "grad/embedding.weight"),
+    ("QK-norm gradients not summed", "qk-norm", False, "grad/stack.blocks.0.q_norm.weight"),
+    ("QK-norm gradients not summed", "qk-norm", True, "block/grad/k_norm.weight"),
+    ("QK-norm after rotary", "qk-norm", False, "block/out"),
+    ("window off by one", "sliding window", False, "block/out"),
+    ("value biases on queries", "qkv biases", False, "block/out"),
     ("dropout by local index", "dropout", False, "block/out"),
     ("dropout by local index", "dropout in a parallel block", True, "block/out"),
 ]
@@ -239,7 +289,10 @@ def models(draw: st.DrawFn) -> tuple[Case, Variant, int]:
     ranks = draw(st.integers(1, 4))
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(-(-ranks // kv_heads), 4))
-    position = draw(st.sampled_from(Position))
+    position, placement = draw(st.sampled_from(Position)), draw(st.sampled_from(Placement))
+    biases = [Bias.NONE, Bias.OUT, Bias.QKV | Bias.FEEDFORWARD, Bias.ALL]
+    if placement is not Placement.PARALLEL:
+        biases += [Bias.QKV, Bias.FEEDFORWARD]
     config = ModelConfig(
         vocab_size=draw(st.integers(4, 40)),
         dim=draw(st.integers(2, 12)),
@@ -252,9 +305,11 @@ def models(draw: st.DrawFn) -> tuple[Case, Variant, int]:
         norm=draw(st.sampled_from(Norm)),
         # RMS and variance of nearly constant activations would amplify rounding.
         norm_eps=1e-2,
-        placement=draw(st.sampled_from(Placement)),
+        placement=placement,
         position=position,
-        bias=draw(st.booleans()),
+        bias=draw(st.sampled_from(biases)),
+        qk_norm=draw(st.sampled_from(QKNorm)),
+        sliding_window=draw(st.sampled_from([None, 2, 4])),
         tied_embeddings=draw(st.booleans()),
         dropout=draw(st.sampled_from([0.0, 0.25])),
         attention_dropout=draw(st.sampled_from([0.0, 0.25])),

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "parallel": {"parallel", "torch", "numpy"},
-    "tpblock": {"tpblock", "parallel", "torch", "numpy", "safetensors"},
-    "launch": {"launch", "tpblock", "parallel", "torch", "numpy", "safetensors", "tyro", "rich", "matplotlib", "deepspeed"},
+    "tpblock": {"tpblock", "parallel", "torch", "numpy", "safetensors", "pydantic"},
+    "launch": {"launch", "tpblock", "parallel", "torch", "numpy", "tyro", "rich", "matplotlib", "tokenizers", "deepspeed"},
 }
 
 

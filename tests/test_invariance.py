@@ -29,7 +29,7 @@ from parallel.regions import copies_for_ranks
 from parallel.state import gather_state
 from parallel.virtual import check_supported, weight_shards
 from tests.pool import Pool
-from tpblock import Activation, Decoder, ModelConfig, Norm, Placement, Position
+from tpblock import Activation, Bias, Decoder, LinearScaling, ModelConfig, Norm, Placement, Position, QKNorm
 from tpblock.config import Parallelism
 from tpblock.dropout import Dropout
 from tpblock.norm import RMSNorm
@@ -139,6 +139,10 @@ CONFIGS = {
     "two norms": dataclasses.replace(
         TINY, placement=Placement.PARALLEL_TWO_NORMS, norm=Norm.LAYERNORM, activation=Activation.GELU, bias=True, dropout=0.1
     ),
+    "qk-norm": dataclasses.replace(TINY, kv_heads=2, bias=Bias.QKV, qk_norm=QKNorm.PER_HEAD),
+    "window": dataclasses.replace(
+        TINY, sliding_window=3, full_attention_layers=(1,), rope_scaling=LinearScaling(factor=2.0), **DROPOUT
+    ),
     "uneven": dataclasses.replace(TINY, heads=9, kv_heads=3, head_dim=6, d_ff=101, vocab_size=53, tied_embeddings=True),
 }
 
@@ -202,7 +206,9 @@ def drawn_cases(draw: st.DrawFn) -> tuple[int, Case]:
         norm=draw(st.sampled_from(Norm)),
         placement=draw(st.sampled_from(Placement)),
         position=position,
-        bias=draw(st.booleans()),
+        bias=draw(st.sampled_from([Bias.NONE, Bias.OUT, Bias.QKV | Bias.FEEDFORWARD, Bias.ALL])),
+        qk_norm=draw(st.sampled_from(QKNorm)),
+        sliding_window=draw(st.sampled_from([None, 3])),
         tied_embeddings=draw(st.booleans()),
         dropout=draw(st.sampled_from([0.0, 0.2])),
         attention_dropout=draw(st.sampled_from([0.0, 0.2])),

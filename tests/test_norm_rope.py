@@ -5,6 +5,7 @@ transformers is imported where it is used, so that the workers of the pool need 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -17,10 +18,10 @@ from parallel.state import gather_state, scatter_state
 from tests.helpers import EXACT, randn, rows_of
 from tests.pool import Pool
 from tpblock.config import ModelConfig, Norm, Parallelism, Position
-from tpblock.context import Context
+from tpblock.context import Context, Keys
 from tpblock.model import Decoder
 from tpblock.norm import LayerNorm, RMSNorm, make_norm
-from tpblock.rope import apply_rotary, rotary_tables
+from tpblock.rope import LinearScaling, Llama3Scaling, LongRopeScaling, apply_rotary, rotary_tables
 
 # -- norms by hand
 
@@ -215,6 +216,52 @@ def test_partial_rotary_equals_gpt_neox(fraction: float) -> None:
         assert_close(apply_rotary(ours, tables), theirs, rtol=1e-6, atol=1e-6)
 
 
+LONGROPE = LongRopeScaling(
+    short_factor=(1.0, 1.1, 1.3, 1.5),
+    long_factor=(1.2, 2.0, 3.5, 5.0),
+    original_max_seq_len=16,
+    attention_factor=1.19,
+)
+SCALINGS = {
+    "linear": LinearScaling(factor=3.0),
+    # of the four frequencies of base 100 one is kept, two lie between, one is divided
+    "llama3": Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64),
+    "longrope": LONGROPE,
+}
+
+
+@pytest.mark.parametrize("seq", [16, 17])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_scaled_frequencies_equal_transformers(kind: str, seq: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    ours = SCALINGS[kind]
+    numbers = {name.replace("max_seq_len", "max_position_embeddings"): value for name, value in vars(ours).items()}
+    config = LlamaConfig(
+        hidden_size=3 * 8,
+        num_attention_heads=3,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": kind, "rope_theta": 100.0, **numbers},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq)
+    assert (factor == 1.0) == (kind != "longrope")
+    cos, sin = rotary_tables(torch.arange(seq), 8, 100.0, torch.float64, scaling=ours)
+    angles = torch.arange(seq)[:, None] * frequencies.double()
+    assert_close(cos, angles.cos() * factor, rtol=0, atol=1e-5)
+    assert_close(sin, angles.sin() * factor, rtol=0, atol=1e-5)
+    plain = rotary_tables(torch.arange(seq), 8, 100.0, torch.float64)
+    assert (cos - plain[0]).abs().max() > 0.1
+
+
+def test_positions_are_part_of_a_longer_sequence() -> None:
+    """Which factors are used depends on the length of the whole."""
+    for total, length in ((16, 16), (17, 17), (17, 20)):
+        whole = rotary_tables(torch.arange(length), 8, 100.0, scaling=LONGROPE)
+        part = rotary_tables(torch.arange(5, 9), 8, 100.0, scaling=LONGROPE, total=total)
+        assert all(torch.equal(p, w[5:9]) for p, w in zip(part, whole, strict=True))
+
+
 def test_rotary_is_a_rotation_of_pairs_by_hand() -> None:
     """Features i and i + half turn by position / theta^(2i / dim)."""
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).expand(1, 3, 1, 4)
@@ -282,3 +329,20 @@ def test_tables_stay_in_float32_whatever_the_model_is_turned_into() -> None:
 def test_learned_positions_have_no_tables() -> None:
     config = ModelConfig(vocab_size=8, dim=8, layers=1, heads=2, position=Position.LEARNED)
     assert Context.build(config, 1, 4, device=torch.device("cpu"), dtype=torch.float32).rotary is None
+
+
+def test_a_context_for_another_window_is_refused() -> None:
+    config = ModelConfig(vocab_size=8, dim=8, layers=1, heads=2, sliding_window=3)
+    context = Context.build(
+        dataclasses.replace(config, sliding_window=None), 1, 4, device=torch.device("cpu"), dtype=torch.float32
+    )
+    with pytest.raises(ValueError, match="a Context for a sliding window of None, the model's is 3: use Context.build"):
+        context.check(config, training=False)
+
+
+def test_masks_are_made_only_where_the_causal_flag_does_not_do() -> None:
+    cpu = torch.device("cpu")
+    assert Keys.of(0, 5, None, cpu) == Keys.of(0, 5, 5, cpu) == Keys.of(9, 1, None, cpu) == Keys()
+    assert Keys.of(9, 1, 4, cpu) == Keys(6)
+    first, mask = Keys.of(3, 2, 3, cpu)
+    assert first == 1 and mask is not None and mask.tolist() == [[True, True, True, False], [False, True, True, True]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel.group import TPGroup, single_device
 from tests.pool import Pool
 from tpblock import load_pretrained
-from tpblock.pretrained import read_config
+from tpblock.formats.checkpoint import read_config
 
 SHAPE = {"vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 6}
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.collectives import all_reduce
 from parallel.gradients import check_replicas, clip_grad_norm_
 from parallel.group import TPGroup, single_device
+from parallel.linear import ColumnParallelLinear
 from tests.helpers import OpRecord
 from tests.pool import Pool
 from tpblock.config import ModelConfig, Placement
@@ -143,9 +145,13 @@ def test_ranks_outside_the_group(rank: int, size: int) -> None:
         TPGroup(rank, size, object())
 
 
-def test_several_ranks_need_a_process_group() -> None:
-    with pytest.raises(ValueError, match="a tensor-parallel group of size 2 needs a process group"):
-        TPGroup(0, 2)
+def test_several_ranks_need_a_process_group_to_communicate() -> None:
+    """Without one a group still tells what each rank holds, on the meta device."""
+    group = TPGroup(1, 2)
+    linear = ColumnParallelLinear(4, 7, group=group, device="meta", seed=None)
+    assert linear.weight.shape == (3, 4)
+    with pytest.raises(ValueError, match="a tensor-parallel group of size 2 needs a process group to communicate"):
+        all_reduce(torch.ones(2), group)
 
 
 def test_a_group_cannot_be_changed() -> None:

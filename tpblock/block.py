@@ -10,7 +10,7 @@ from parallel.linear import ColumnParallelLinear
 from parallel.regions import token_counts
 from parallel.virtual import copy_to_shards, gather_to_shards
 from tpblock.attention import Attention
-from tpblock.config import ModelConfig, Parallelism, Placement
+from tpblock.config import Bias, ModelConfig, Parallelism, Placement
 from tpblock.context import Context
 from tpblock.dropout import Dropout
 from tpblock.feedforward import FeedForward
@@ -34,6 +34,7 @@ class Block(nn.Module):
         config: sizes and choices.
         group, sequence_parallel, reduce_dtype: see :class:`Parallelism`.
         virtual_shards: invariant mode, see :class:`TPGroup`.
+        layer: its number in a stack, which decides whether the sliding window applies.
         device, dtype: of the parameters.
         seed: initial values and dropout masks are a function of it, the parameters' names and global coordinates.
             None leaves both to an enclosing module, or to ``initialise``.
@@ -47,6 +48,7 @@ class Block(nn.Module):
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
         virtual_shards: int | None = None,
+        layer: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int | None = 0,
@@ -57,15 +59,15 @@ class Block(nn.Module):
         self.config, self.parallel = config, parallel
         fused = config.placement is Placement.PARALLEL
         self.norm_1 = make_norm(config, parallel, device, dtype)
-        self.attention = Attention(config, parallel, device, dtype, project=not fused)
+        self.attention = Attention(config, parallel, device, dtype, layer=layer)
         self.norm_2 = None if fused else make_norm(config, parallel, device, dtype)
-        self.feedforward = FeedForward(config, parallel, device, dtype, project=not fused)
+        self.feedforward = FeedForward(config, parallel, device, dtype)
         self.fused = None
         if fused:
             parts = self.attention.parts + self.feedforward.parts
             width = sum(part.size for part in parts)
             self.fused = ColumnParallelLinear(
-                config.dim, width, config.bias, device, dtype, parts=parts, seed=None, **vars(parallel)
+                config.dim, width, config.has_bias(Bias.QKV), device, dtype, parts=parts, seed=None, **vars(parallel)
             )
         self.dropout_1 = Dropout(config.dropout)
         self.dropout_2 = Dropout(config.dropout)

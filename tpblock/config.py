@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag, auto
 
 import torch
 
 from parallel.group import TPGroup, single_device
+from tpblock.rope import LongRopeScaling, RopeScaling
 
 
 class Norm(Enum):
@@ -54,6 +55,25 @@ class Position(Enum):
     LEARNED = "learned"
 
 
+class Bias(Flag):
+    """Which linears of a block have a bias: QKV the projections of queries, keys and values (alone in Qwen2), OUT the attention's
+    output projection, FEEDFORWARD its two or three matrices. ALL: as in GPT-2."""
+
+    NONE = 0
+    QKV = auto()
+    OUT = auto()
+    FEEDFORWARD = auto()
+    ALL = QKV | OUT | FEEDFORWARD
+
+
+class QKNorm(Enum):
+    """PER_HEAD: every query head and every key head is RMS-normalised over head_dim, after the projection and before rotary
+    embeddings, with one weight [head_dim] for all query heads and one for all key heads (Henry et al., 2020; Qwen3)."""
+
+    NONE = "none"
+    PER_HEAD = "per_head"
+
+
 def default_d_ff(dim: int, activation: Activation, multiple_of: int = 64) -> int:
     """The usual feed-forward width: 4*dim, or for a gated one floor(8*dim/3) rounded up to ``multiple_of``.
 
@@ -73,8 +93,12 @@ class ModelConfig:
 
     Attributes:
         rope_theta, rotary_fraction: base of the rotary angles, and the share of each head that is rotated (from its start).
+        rope_scaling: how the rotary frequencies are stretched for sequences longer than those of the first training.
         max_seq_len: the longest sequence; the length of the table of learned positions.
-        bias: biases on all linears of the blocks.
+        sliding_window: a token attends to itself and the ``sliding_window - 1`` before it (Mistral); None: to all before it.
+        full_attention_layers: the layers in which the window does not apply, counted from 0.
+        bias: which linears of the blocks have biases; True is short for ``Bias.ALL``, False for ``Bias.NONE``.
+        qk_norm: how queries and keys are normalised, with ``norm_eps``.
         dropout, attention_dropout: probabilities, after each sublayer and on the attention weights.
         init_std: standard deviation of the initial weights; the two matrices a block that write the residual get
             ``init_std / sqrt(2 * layers)`` (GPT-2, Megatron-LM).
@@ -94,21 +118,35 @@ class ModelConfig:
     position: Position = Position.ROPE
     rope_theta: float = 10_000.0
     rotary_fraction: float = 1.0
+    rope_scaling: RopeScaling | None = None
     max_seq_len: int = 2048
-    bias: bool = False
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    bias: Bias | bool = Bias.NONE
+    qk_norm: QKNorm = QKNorm.NONE
     tied_embeddings: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name, kind in (("activation", Activation), ("norm", Norm), ("placement", Placement), ("position", Position)):
+        if isinstance(self.bias, bool):
+            object.__setattr__(self, "bias", Bias.ALL if self.bias else Bias.NONE)
+        kinds: dict[str, type[Enum]] = {
+            "activation": Activation,
+            "norm": Norm,
+            "placement": Placement,
+            "position": Position,
+            "bias": Bias,
+            "qk_norm": QKNorm,
+        }
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 choices = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_seq_len"):
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "d_ff", "max_seq_len", "sliding_window"):
             value = getattr(self, name)
-            if value is None and name in ("kv_heads", "head_dim", "d_ff"):
+            if value is None and name in ("kv_heads", "head_dim", "d_ff", "sliding_window"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
@@ -116,9 +154,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or math.isinf(value):
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
-        for name in ("bias", "tied_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.tied_embeddings, bool):
+            raise ValueError(f"tied_embeddings must be True or False, got {self.tied_embeddings!r}")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim is None:
@@ -143,15 +180,48 @@ class ModelConfig:
                     f"rotary_fraction {self.rotary_fraction} of head_dim {self.head_dim} rotates {self.rotary_dim} "
                     "features: rotary embeddings need an even number of at least 2"
                 )
-        elif (self.rope_theta, self.rotary_fraction) != (10_000.0, 1.0):
+            self._check_rope_scaling()
+        elif (self.rope_theta, self.rotary_fraction, self.rope_scaling) != (10_000.0, 1.0, None):
             raise ValueError(
-                f"rope_theta {self.rope_theta} and rotary_fraction {self.rotary_fraction} have no effect with {self.position}"
+                f"rope_theta {self.rope_theta}, rotary_fraction {self.rotary_fraction} and rope_scaling {self.rope_scaling} "
+                f"have no effect with {self.position}"
             )
+        if self.full_attention_layers and self.sliding_window is None:
+            raise ValueError(f"full_attention_layers {self.full_attention_layers} have no effect without a sliding_window")
+        for layer in self.full_attention_layers:
+            if not 0 <= layer < self.layers:
+                raise ValueError(f"full_attention_layers has {layer}, the layers are 0 to {self.layers - 1}")
+        if self.placement is Placement.PARALLEL and self.has_bias(Bias.QKV) != self.has_bias(Bias.FEEDFORWARD):
+            raise ValueError(
+                f"{self.placement} computes q, k, v and the feed-forward's up projection with one weight: "
+                f"both have a bias or neither, got {self.bias}"
+            )
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if scaling is not None and not isinstance(scaling, RopeScaling):
+            raise ValueError(f"rope_scaling must be one of {RopeScaling} or None, got {scaling!r}")
+        if isinstance(scaling, LongRopeScaling):
+            for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+                if len(factors) != self.rotary_dim // 2:
+                    raise ValueError(
+                        f"{name} of rope_scaling has {len(factors)} numbers, {self.rotary_dim} rotated features need "
+                        f"{self.rotary_dim // 2}"
+                    )
 
     @property
     def rotary_dim(self) -> int:
         """How many features of each head are rotated."""
         return int(self.head_dim * self.rotary_fraction)
+
+    def has_bias(self, linears: Bias) -> bool:
+        """Whether the linears of that kind have biases."""
+        assert isinstance(self.bias, Bias)
+        return linears in self.bias
+
+    def window(self, layer: int) -> int | None:
+        """To how many tokens, itself included, a token attends in that layer at most; None: to all before it."""
+        return None if layer in self.full_attention_layers else self.sliding_window
 
     def block_parameters(self) -> int:
         """The number of parameters of one block."""
@@ -159,8 +229,10 @@ class ModelConfig:
         up = self.d_ff * (2 if self.activation.gated else 1)
         out = self.heads * self.head_dim
         count = self.dim * (qkv + up + out + self.d_ff)
-        if self.bias:
-            count += qkv + up + 2 * self.dim
+        biases = {Bias.QKV: qkv, Bias.OUT: self.dim, Bias.FEEDFORWARD: up + self.dim}
+        count += sum(rows for linears, rows in biases.items() if self.has_bias(linears))
+        if self.qk_norm is QKNorm.PER_HEAD:
+            count += 2 * self.head_dim
         norms = 1 if self.placement is Placement.PARALLEL else 2
         return count + norms * self._norm_parameters()
 

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from parallel.layout import Part
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from tpblock.config import Activation, ModelConfig, Parallelism
+from tpblock.config import Activation, Bias, ModelConfig, Parallelism, Placement
 from tpblock.context import Context
 
 
 class FeedForward(nn.Module):
     """Gated: ``down(silu(gate x) * up x)`` with gate and up as one column-parallel weight [2 d_ff, d]; plain: ``down(act(up x))``.
 
-    ``down`` is row-parallel [d, d_ff]. With ``project=False`` the block computes gate and up together with the attention's
+    ``down`` is row-parallel [d, d_ff]. With ``Placement.PARALLEL`` the block computes gate and up together with the attention's
     projection, and calls :meth:`mix`.
     """
 
@@ -27,28 +27,17 @@ class FeedForward(nn.Module):
         parallel: Parallelism = Parallelism(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        project: bool = True,
     ) -> None:
         super().__init__()
         self.activation = config.activation
         names = ("gate", "up") if config.activation.gated else ("up",)
         self.parts: tuple[Part, ...] = tuple(Part.even(name, config.d_ff, parallel.group.shards) for name in names)
+        bias, options = config.has_bias(Bias.FEEDFORWARD), {"device": device, "dtype": dtype, "seed": None, **vars(parallel)}
         self.up = None
-        if project:
-            self.up = ColumnParallelLinear(
-                config.dim,
-                sum(part.size for part in self.parts),
-                config.bias,
-                device,
-                dtype,
-                parts=self.parts,
-                seed=None,
-                **vars(parallel),
-            )
-        self.down = RowParallelLinear(
-            config.d_ff, config.dim, config.bias, device, dtype, parts=self.parts[-1:], seed=None, **vars(parallel)
-        )
+        if config.placement is not Placement.PARALLEL:
+            width = sum(part.size for part in self.parts)
+            self.up = ColumnParallelLinear(config.dim, width, bias, parts=self.parts, **options)
+        self.down = RowParallelLinear(config.d_ff, config.dim, bias, parts=self.parts[-1:], **options)
 
     def mix(self, ys: Sequence[Tensor]) -> list[Tensor]:
         """[..., 2 d_ff_r] -> [..., d_ff_r] (gated), or elementwise, of each shard."""

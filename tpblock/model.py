@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from parallel.linear import ColumnParallelLinear, column_parallel_linear
 from parallel.regions import copy_to_ranks, gather_from_ranks, split_tokens
 from parallel.virtual import by_token_shard
 from parallel.vocab import VocabParallelEmbedding, check_loss, linear_cross_entropy
+from tpblock.cache import KVCache
 from tpblock.config import ModelConfig, Position
 from tpblock.context import Context
 from tpblock.init import initialise
@@ -37,6 +40,9 @@ class Decoder(nn.Module):
     Raises:
         ValueError: if the group has more ranks than query heads, d_ff or vocabulary rows.
     """
+
+    origin: Any = None
+    """The checkpoint that the weights were read from (formats.checkpoint.Checkpoint), which knows how to write them again."""
 
     def __init__(
         self,
@@ -160,12 +166,29 @@ class Decoder(nn.Module):
             reduce_dtype=self.reduce_dtype,
         )
 
+    @torch.no_grad()
+    def next_logits(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """The logits [batch, vocab_size] of the token after ``ids``, the same bytes on every rank, for generation.
+
+        Args:
+            ids: [batch, new tokens], those that follow what is in the cache: a whole prompt, one token, or any number.
+            cache: keys and values of the tokens before; those of ``ids`` are added.
+        """
+        if ids.ndim != 2 or not ids.shape[1]:
+            raise ValueError(f"token ids must be [batch, new tokens], one at least, got shape {tuple(ids.shape)}")
+        weight = self.embedding.weight
+        context = Context.build(self.config, *ids.shape, device=weight.device, dtype=weight.dtype, cache=cache)
+        context.check(self.config, self.training)
+        hidden = self.stack(self._embed(ids, context), context)
+        cache.length += context.seq
+        return self._logits(hidden[:, -1], context)
+
     def _embed(self, ids: Tensor, context: Context) -> Tensor:
         x = self.embedding(ids)
         if self.positions is None:
             return x
         group, sharded = self.group, self.sequence_parallel
-        positions = torch.arange(context.tokens, device=ids.device)[:, None] % context.seq
+        positions = torch.arange(context.tokens, device=ids.device)[:, None] % context.seq + context.start
         if sharded:
             positions = split_tokens(positions, group)
         if group.invariant:

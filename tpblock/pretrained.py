@@ -1,33 +1,28 @@
-"""Loads Hugging Face folders (config.json, safetensors), each rank reading the slices that it owns."""
+"""Pretrained models on tensor-parallel ranks: each rank reads the slices that it owns, and together they write them again."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from parallel.agreement import exchange, together
 from parallel.group import TPGroup
-from parallel.state import NamedLayout, named_layouts
+from parallel.regions import gather_pieces
+from parallel.state import named_layouts
 from tpblock.config import ModelConfig
-from tpblock.families import Family, family_of
+from tpblock.formats.checkpoint import Checkpoint
+from tpblock.formats.convert import Plan, finish_hf, hf_plan, open_checkpoint
+from tpblock.formats.files import CheckpointError, Writer, written_aside
+from tpblock.formats.stored import InMemory, StoredTensor, copy, difference, shard_tensor, whole_tensor
 from tpblock.model import Decoder
-
-
-def read_config(folder: str | Path) -> tuple[ModelConfig, Family]:
-    """The model that a folder's config.json describes. A ValueError says what is missing or not supported."""
-    path = Path(folder) / "config.json"
-    try:
-        hf_config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    family = family_of(hf_config)
-    return family.config(hf_config), family
 
 
 def load_pretrained(
@@ -37,83 +32,130 @@ def load_pretrained(
     config: ModelConfig | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    finite: bool = False,
     **options: Any,
 ) -> Decoder:
-    """A :class:`Decoder` with the weights of a Hugging Face folder.
+    """A :class:`Decoder` with the weights of a Hugging Face folder, or of one that ``launch.shard`` wrote for any number of ranks.
 
-    The model is built on the meta device; each rank then reads its slices of the files straight into its parameters.
+    The model is built on the meta device; each rank then reads its slices of the files straight into its parameters. All ranks
+    of the group call it.
 
     Args:
         group: the tensor-parallel ranks.
         config: what to build in place of the folder's own config, for example that one with dropout.
-        dtype, device: of the parameters; values are converted.
+        dtype, device: of the parameters; values are converted. Without dtype they stay as they are stored.
+        finite: check that all weights are finite numbers.
         options: further arguments of :class:`Decoder` (``sequence_parallel``, ``virtual_shards``, ``seed`` of the dropout masks,
             ...).
 
     Raises:
-        ValueError: if the architecture or a setting is not supported, a file is broken, or a tensor is missing, unknown or of
-            another shape; it names it.
+        CheckpointError: on every rank, if the architecture or a setting is not supported, a file is broken, a tensor is missing,
+            unknown or of another shape, or the ranks read different folders; it names what is at fault. It is a ValueError.
+        ValueError: on every rank, if the model cannot be cut over that many ranks, or an option does not fit.
     """
-    described, family = read_config(folder)
-    config = config or described
-    model = Decoder(config, group=group, device="meta", dtype=dtype, **options)
-    model.to_empty(device=device or "cpu")
-    with ExitStack() as stack, torch.no_grad():
-        files = _open(Path(folder), stack)
-        read = [_fill(entry, family, files, model.group.rank) for entry in named_layouts(model)]
-    known = set().union(*read) | ({family.names["head.weight"]} if config.tied_embeddings else set())
-    if unknown := sorted(files.keys() - known):
-        raise ValueError(f"{folder} has tensors that the model lacks: {', '.join(unknown[:8])}")
+    with together(group, CheckpointError):
+        checkpoint = open_checkpoint(folder)
+        model = Decoder(config or checkpoint.config, group=group, device="meta", dtype=dtype or checkpoint.dtype(), **options)
+        fingerprint = _fingerprint(checkpoint)
+    _check_alike("folder", fingerprint, group)
+    with together(group, CheckpointError):
+        model.to_empty(device=device or "cpu")
+        replicated = _fill(model, checkpoint, finite)
+    _check_alike("weights of the norms", replicated, group)
+    model.origin = checkpoint
     return model
 
 
-def _fill(entry: NamedLayout, family: Family, files: Mapping[str, Any], rank: int) -> set[str]:
-    """Reads this rank's slices of a parameter into it. Returns the names of the tensors that it consists of."""
-    parameter, layout = entry.parameter, entry.layout
-    if layout.dim is None:
-        source = _hf_name(entry.name, None, family)
-        parameter.copy_(_slice(files, source, layout.shape)[:])
-        return {source}
-    sources = {part.name: _hf_name(entry.name, part.name, family) for part in layout.parts}
-    sizes = {part.name: part.size for part in layout.parts}
-    for piece in layout.pieces(rank):
-        shape = list(layout.shape)
-        shape[layout.dim] = sizes[piece.part]
-        start = piece.start - layout.part_starts[piece.part]
-        rows = (slice(None),) * layout.dim + (slice(start, start + piece.length),)
-        values = _slice(files, sources[piece.part], tuple(shape))[rows]
-        parameter.narrow(layout.dim, piece.local, piece.length).copy_(values)
-    return set(sources.values())
+def save_pretrained(model: Decoder, folder: str | Path, *, max_shard_size: int | None = None) -> None:
+    """Writes a model that :func:`load_pretrained` made as a Hugging Face folder: the same names, dtypes and files.
+
+    All ranks of the group call it; of several data-parallel replicas only one does. Each parameter is gathered in turn and
+    written by rank 0, so that no rank holds the whole model. It is written to ``folder`` + ".partial" and renamed when complete.
+
+    Args:
+        folder: new or empty.
+        max_shard_size: bytes in a file at most, unless one tensor has more; by default the files are divided as they were.
+
+    Raises:
+        CheckpointError: on every rank, if ``folder`` is there already, something cannot be written (a full disk), or the model
+            is not one that load_pretrained made.
+    """
+    checkpoint, group = model.origin, model.group
+    if checkpoint is None:
+        raise CheckpointError(
+            "only a model that load_pretrained made can be written as a Hugging Face folder: this one was not"
+        )
+    kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
+    plan = hf_plan(checkpoint, kinds, max_shard_size)
+    with together(group, CheckpointError):
+        tensors = _global_tensors(model)
+        try:
+            if group.rank == 0:
+                _write(tensors, plan, checkpoint, kinds, Path(folder))
+        finally:
+            for _ in tensors:  # the ranks are to meet in every collective, whatever happened to the file
+                pass
 
 
-def _hf_name(name: str, part: str | None, family: Family) -> str:
-    number = re.search(r"\.(\d+)\.", name)
-    pattern = name.replace(number[0], ".{i}.") if number else name
-    target = family.names.get(pattern) or family.names.get(f"{pattern}:{part}")
-    if target is None:
-        raise ValueError(f"the model has {name}, which models of this family lack: the config given is of another shape")
-    return target.replace("{i}", number[1]) if number else target
+@torch.no_grad()
+def _global_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter, layout in named_layouts(model):
+        yield name, gather_pieces(parameter.detach(), layout, model.group)
 
 
-def _slice(files: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
-    """A tensor of the folder that is read as it is indexed, or a ValueError if it is missing or of another shape."""
-    if name not in files:
-        raise ValueError(f"the tensor {name} is missing")
-    view = files[name].get_slice(name)
-    if tuple(view.get_shape()) != shape:
-        raise ValueError(f"{name} has shape {tuple(view.get_shape())}, the config makes it {shape}")
-    return view
+def _write(
+    tensors: Iterator[tuple[str, Tensor]], plan: Plan, checkpoint: Checkpoint, kinds: Mapping[str, torch.dtype], folder: Path
+) -> None:
+    places: dict[str, list[tuple[str, str, StoredTensor]]] = {}
+    for file, stored_tensors in plan.items():
+        for name, (stored, _) in stored_tensors.items():
+            places.setdefault(stored.parameter, []).append((file, name, stored))
+    with written_aside(folder) as partial, ExitStack() as stack:
+        writers = {}
+        for file, stored_tensors in plan.items():
+            sizes = {name: (dtype, stored.shape) for name, (stored, dtype) in stored_tensors.items()}
+            writers[file] = stack.enter_context(closing(Writer(partial / file, sizes, checkpoint.hf.metadata)))
+        for parameter, value in tensors:
+            source = {parameter: [(whole_tensor(parameter, tuple(value.shape)), InMemory(value))]}
+            for file, name, stored in places[parameter]:
+                tensor = torch.empty(stored.shape, dtype=value.dtype)
+                copy(stored, tensor, source)
+                writers[file].write(name, tensor)
+        finish_hf(plan, checkpoint, partial, kinds["embedding.weight"])
 
 
-def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """For each tensor name of the folder the open file that has it."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{index} names a file outside the folder: {name!r}")
-        handles = [stack.enter_context(safe_open(folder / name, "pt")) for name in names]
-    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
-        raise ValueError(f"cannot read the weights in {folder}: {error}") from error
-    return {tensor: handle for handle in handles for tensor in handle.keys()}  # noqa: SIM118
+@torch.no_grad()
+def _fill(model: Decoder, checkpoint: Checkpoint, finite: bool) -> str:
+    """Reads this rank's slices into the parameters. Returns a checksum of the replicated ones."""
+    repeated = [(stored, entry) for stored, entry in checkpoint.copies.values() if checkpoint.ranks == 1]
+    checksum = 0
+    for name, parameter, layout in named_layouts(model):
+        if name not in checkpoint.source or checkpoint.layouts[name].shape != layout.shape:
+            shape = checkpoint.layouts[name].shape if name in checkpoint.source else "none"
+            raise CheckpointError(f"the config given makes {name} of shape {layout.shape}, {checkpoint.path} has {shape}")
+        target = shard_tensor(name, layout, model.group.rank)
+        copy(target, parameter.data, checkpoint.source, finite=finite)
+        for stored, entry in repeated:
+            if stored.parameter == name and difference(target, parameter.data, {name: [(stored, entry)]}):
+                raise CheckpointError(f"{checkpoint.path}: the embedding is tied to the head, but the head is another tensor")
+        if layout.replicated:
+            values = parameter.detach().cpu().contiguous().view(torch.uint8)
+            checksum = zlib.crc32(values.numpy().tobytes(), checksum)
+    return str(checksum)
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """Of the config, the headers, and the first row of each parameter, which tells other weights of the same shapes."""
+    headers = {name: (str(entry.dtype), entry.shape, entry.start) for name, (_, entry) in checkpoint.tensors.items()}
+    known = hashlib.sha256(json.dumps([dict(checkpoint.hf.config), headers], sort_keys=True).encode())
+    for (_, entry), *_ in checkpoint.source.values():
+        known.update(entry.rows(0, 1).view(torch.uint8).numpy().tobytes())
+    return known.hexdigest()
+
+
+def _check_alike(what: str, fingerprint: str, group: TPGroup) -> None:
+    texts = exchange(fingerprint, group)
+    if others := [str(rank) for rank, text in enumerate(texts) if text != texts[0]]:
+        raise CheckpointError(
+            f"rank {', '.join(others)} has another {what} than rank 0: all ranks must load the same checkpoint"
+        )

@@ -40,7 +40,7 @@ class Stack(nn.Module):
         parallel = Parallelism(group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
         self.activation_checkpointing = activation_checkpointing
         self.blocks = nn.ModuleList(
-            Block(config, device=device, dtype=dtype, seed=None, **vars(parallel)) for _ in range(config.layers)
+            Block(config, layer=i, device=device, dtype=dtype, seed=None, **vars(parallel)) for i in range(config.layers)
         )
         self.norm = make_norm(config, parallel, device, dtype)
         if seed is not None:
