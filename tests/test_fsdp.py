@@ -1,0 +1,104 @@
+"""FSDP2 over the replicas of a tensor-parallel model: the same numbers as the single device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
+
+from parallel.gradients import check_replicas, clip_grad_norm_, grad_norm, sync_replicated
+from parallel.group import TPGroup, single_device
+from parallel.state import gather_state, named_layouts, scatter_state
+from tests.helpers import EXACT
+from tests.pool import Pool
+from tpblock import Decoder, ModelConfig, Norm, Placement, Position
+
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]  # tp, dp
+KINDS = {
+    "llama": ModelConfig(vocab_size=23, dim=24, layers=2, heads=6, kv_heads=3, d_ff=10),
+    "shared kv": ModelConfig(vocab_size=23, dim=24, layers=2, heads=4, kv_heads=1, d_ff=9, bias=True, tied_embeddings=True),
+    "gpt": ModelConfig(
+        vocab_size=23,
+        dim=24,
+        layers=1,
+        heads=4,
+        d_ff=10,
+        norm=Norm.LAYERNORM,
+        position=Position.LEARNED,
+        max_seq_len=8,
+        bias=True,
+    ),
+    "parallel": ModelConfig(vocab_size=23, dim=24, layers=2, heads=4, placement=Placement.PARALLEL, d_ff=10),
+}
+
+
+def sharded(config: ModelConfig, mesh: DeviceMesh, **options: Any) -> tuple[Decoder, TPGroup]:
+    group = TPGroup.from_mesh(mesh["tp"])
+    model = Decoder(config, group=group, dtype=torch.float64, **options)
+    for block in model.stack.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"]), group
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(23, (4, 7), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def train(model: Any, group: TPGroup, ids: Tensor, labels: Tensor, optimizer: str) -> dict[str, Any]:
+    make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, lr=0.01)}
+    optim = make[optimizer](model.parameters())
+    out: dict[str, Any] = {"norms": [], "losses": []}
+    for step in range(4):
+        optim.zero_grad()
+        loss = model(ids, labels=labels)
+        loss.backward()
+        if step == 0:
+            out["p"] = [grad_norm(model, group, p).item() for p in (1.0, math.inf)]
+            out["grads"] = gather_state(model, group, gradients=True)
+        out["norms"].append(clip_grad_norm_(model, 0.4, group).item())
+        out["losses"].append(loss.item())
+        optim.step()
+    out["weights"] = gather_state(model, group)
+    return out
+
+
+def on_ranks(mesh: DeviceMesh, kind: str, sequence_parallel: bool, optimizer: str) -> dict[str, Any]:
+    model, group = sharded(KINDS[kind], mesh, sequence_parallel=sequence_parallel)
+    assert [name for name, _, _ in named_layouts(model)] == [n for n, _, _ in named_layouts(Decoder(KINDS[kind], group=group))]
+    ids, labels = batch()
+    dp, replica = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    rows = slice(replica * 4 // dp, (replica + 1) * 4 // dp)
+    out = train(model, group, ids[rows], labels[rows], optimizer)
+    check_replicas(model, group)
+    before = gather_state(model, group)
+    sync_replicated(model, group)
+    scatter_state(model, {name: value * 2 for name, value in before.items()}, group)
+    for name, value in gather_state(model, group).items():
+        assert torch.equal(value, before[name] * 2)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tp", "dp"), MESHES)
+def test_training_equals_the_single_device(pool: Pool, tp: int, dp: int, kind: str) -> None:
+    for sequence_parallel, optimizer in ((False, "sgd"), (True, "adamw")):
+        expected = train(
+            Decoder(KINDS[kind], group=single_device(), dtype=torch.float64), single_device(), *batch(), optimizer
+        )
+        results = pool.run_mesh(tp, dp, on_ranks, kind, sequence_parallel, optimizer)
+        losses = torch.tensor([result["losses"] for result in results]).double().mean(0)
+        assert_close(losses, torch.tensor(expected["losses"]).double(), rtol=1e-6, atol=0)
+        for result in results:
+            assert_close(result["norms"], expected["norms"], **EXACT)
+            assert_close(result["p"], expected["p"], **EXACT)
+            for what in ("grads", "weights"):
+                for name, value in expected[what].items():
+                    assert_close(result[what][name], value, **EXACT, msg=lambda m, name=name, what=what: f"{what} {name}: {m}")
