@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
+from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.gradients import check_replicas, clip_grad_norm_, grad_norm, sync_replicated
 from parallel.group import TPGroup, single_device
 from parallel.state import gather_state, named_layouts, scatter_state
@@ -45,6 +46,44 @@ def sharded(config: ModelConfig, mesh: DeviceMesh, **options: Any) -> tuple[Deco
     for block in model.stack.blocks:
         fully_shard(block, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"]), group
+
+
+def trained(model: Any, group: TPGroup, rows: slice, steps: int, path: Path, load: bool) -> dict[str, Tensor]:
+    """Takes AdamW steps, first from ``path`` if it is to be loaded, then saves there beside it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if load:
+        load_checkpoint(path, model, group, optimizer)
+    ids, labels = batch()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(ids[rows], labels=labels[rows]).backward()
+        optimizer.step()
+    save_checkpoint(path.with_name(f"{path.name}-after" if load else path.name), model, group, optimizer)
+    return gather_state(model, group)
+
+
+def fsdp_steps(mesh: DeviceMesh, steps: int, path: Path, load: bool) -> dict[str, Tensor]:
+    model, group = sharded(KINDS["shared kv"], mesh)
+    dp, replica = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    return trained(model, group, slice(replica * 4 // dp, (replica + 1) * 4 // dp), steps, path, load)
+
+
+def plain_steps(group: TPGroup, steps: int, path: Path, load: bool) -> dict[str, Tensor]:
+    return trained(Decoder(KINDS["shared kv"], group=group, dtype=torch.float64), group, slice(0, 4), steps, path, load)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 2), (1, 4)])  # all ranks of the world take part
+def test_checkpoints_move_between_fsdp_and_tensor_parallelism_alone(pool: Pool, tmp_path: Path, tp: int, dp: int) -> None:
+    """Weights and AdamW's moments: two steps here and two there are four on the single device."""
+    expected = plain_steps(single_device(), 4, tmp_path / "expected", False)
+    pool.run_mesh(tp, dp, fsdp_steps, 2, tmp_path / "fsdp", False)
+    pool.run(3, plain_steps, 2, tmp_path / "plain", False)
+    results = pool.run(3, plain_steps, 2, tmp_path / "fsdp", True) + pool.run_mesh(
+        tp, dp, fsdp_steps, 2, tmp_path / "plain", True
+    )
+    for result in results:
+        for name, value in expected.items():
+            assert_close(result[name], value, **EXACT)
 
 
 def batch() -> tuple[Tensor, Tensor]:
