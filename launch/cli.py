@@ -13,7 +13,14 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("launch.train", "train a small model with tensor parallelism and compare it with the single device"),
+    "generate": Command("launch.generate", "continue texts with a pretrained model"),
+    "train": Command(
+        "launch.train", "train a small model, or go on training a pretrained one, and compare with the single device"
+    ),
+    "shard": Command("launch.shard", "cut a checkpoint for tensor-parallel ranks, one file a rank"),
+    "reshard": Command("launch.reshard", "cut a sharded checkpoint for another number of ranks"),
+    "merge": Command("launch.merge", "make a Hugging Face folder of a sharded checkpoint or of Meta's files"),
+    "inspect": Command("launch.inspect", "show what is in a checkpoint and how it is cut, and check it"),
     "verify": Command("launch.verify", "run a model on several ranks and compare every number with the single device"),
 }
 

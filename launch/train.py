@@ -1,8 +1,10 @@
-"""Trains a small Llama-shaped model with tensor parallelism, and compares the run with the same steps on a single device.
+"""Trains a model with tensor parallelism, and compares the run with the same steps on a single device.
 
     torchrun --nproc-per-node 2 -m launch.train --steps 100
+    torchrun --nproc-per-node 2 -m launch.train --init FOLDER --steps 100
 
-Each run has a folder of its own: config.json, metrics.jsonl (one line a logged step), loss.png, checkpoints/step-N.
+The model is a small Llama-shaped one, or with --init a pretrained one. Each run has a folder of its own: config.json,
+metrics.jsonl (one line a logged step), loss.png, checkpoints/step-N, and with --init the trained model as a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -11,40 +13,49 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from launch.data import VOCABULARY, Corpus
 from launch.environment import Environment, Options, UserError, launch, make_deterministic, parse
-from launch.report import TOLERANCES, Reporter, Tolerances, Trace, compare
+from launch.report import PRETRAINED, TOLERANCES, Reporter, Tolerances, Trace, compare
+from launch.tokenizer import TOKENIZER, read_tokenizer
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
 from parallel.state import gather_state
-from tpblock import Decoder, ModelConfig
+from tpblock import Decoder, ModelConfig, load_pretrained, save_pretrained
+from tpblock.formats.convert import open_checkpoint
 
 KEPT_CHECKPOINTS = 2
 RESUMED_ALIKE = ("dropout", "dtype", "batch", "seq_len", "seed", "virtual_shards")
 """What a resumed run may not change unnoticed: with it, the same steps would be others."""
+SIZES = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "d_ff": None}
+"""Those of the small model, where the command line gives no others."""
 
 
 @dataclass(frozen=True)
 class TrainConfig(Options):
-    """Train a small Llama-shaped model with tensor parallelism on the source files of Python's standard library, as bytes."""
+    """Train a small Llama-shaped model, or go on training a pretrained one, with tensor parallelism, on the source files of
+    Python's standard library."""
 
-    dim: int = 128
-    """Width of the model."""
-    layers: int = 4
-    """Number of blocks."""
-    heads: int = 4
-    """Query heads a block."""
-    kv_heads: int = 2
-    """Key and value heads a block: as many as --heads is multi-head attention, fewer grouped-query, 1 multi-query."""
+    init: Path | None = None
+    """A pretrained model to start from: a Hugging Face folder, or one that launch.shard wrote. The text is cut into the tokens of
+    its tokenizer.json, or into bytes without one. The trained model is written as a folder of the same kind at the end."""
+    dim: int | None = None
+    """Width of the model; 128 if not given. This and the other sizes are those of the folder with --init."""
+    layers: int | None = None
+    """Number of blocks; 4 if not given."""
+    heads: int | None = None
+    """Query heads a block; 4 if not given."""
+    kv_heads: int | None = None
+    """Key and value heads a block, 2 if not given: as many as --heads is multi-head attention, fewer grouped-query, 1
+    multi-query."""
     d_ff: int | None = None
     """Width of the feed-forward; 8/3 of --dim rounded up to a multiple of 64 if not given."""
     dropout: float = 0.0
@@ -53,14 +64,15 @@ class TrainConfig(Options):
     """Cut the activations between the sharded regions along their tokens as well."""
     virtual_shards: int | None = None
     """Invariant mode: cut the model into that many shards, and compute the same bytes on every number of ranks up to it."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Number format of parameters and activations. float64 compares best with the single device, bfloat16 worst."""
+    dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    """Number format of parameters and activations; float32, or that of the folder of --init, if not given. float64 compares best
+    with the single device, bfloat16 worst."""
     steps: int = 400
     """Optimizer steps."""
     batch: int = 8
     """Sequences a step, over all ranks."""
     seq_len: int = 128
-    """Bytes a sequence."""
+    """Bytes a sequence, or tokens of the tokenizer with --init."""
     lr: float = 1e-3
     """Highest learning rate: reached after --warmup steps, then falling to a tenth along a cosine."""
     warmup: int = 40
@@ -86,6 +98,27 @@ class TrainConfig(Options):
     compare: bool = True
     """At the end, take the same steps on a single device and compare."""
 
+    def completed(self) -> TrainConfig:
+        """With what was not given filled in.
+
+        Raises:
+            ValueError: if sizes are given beside a folder that has its own.
+        """
+        if self.init is None:
+            sizes = {name: size for name, size in SIZES.items() if getattr(self, name) is None}
+            return replace(self, dtype=self.dtype or "float32", **sizes)  # type: ignore[arg-type]
+        given = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in SIZES if getattr(self, name) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)} cannot go with --init: the sizes are those of {self.init}")
+        if self.dtype is not None:
+            return self
+        dtype = str(open_checkpoint(self.init).dtype()).removeprefix("torch.")
+        if dtype not in TOLERANCES:
+            raise ValueError(
+                f"{self.init} holds {dtype}, which is not trained in: give --dtype, one of {', '.join(TOLERANCES)}"
+            )
+        return replace(self, dtype=dtype)  # type: ignore[arg-type]
+
     def check(self, env: Environment) -> None:
         """A ValueError for what ModelConfig does not see."""
         for name in ("steps", "batch", "seq_len", "checkpoint_every", "validate_every", "validation_batches", "log_every"):
@@ -97,7 +130,7 @@ class TrainConfig(Options):
         for name in ("warmup", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        if self.heads > 0 and self.dim % self.heads:
+        if self.heads and self.dim and self.heads > 0 and self.dim % self.heads:
             raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
         if env.world > env.group.size:
             raise ValueError(
@@ -106,16 +139,34 @@ class TrainConfig(Options):
             )
 
     def model(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=VOCABULARY,
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            d_ff=self.d_ff,  # type: ignore[arg-type]  # None is ModelConfig's default
-            max_seq_len=self.seq_len,
-            dropout=self.dropout,
-        )
+        """What is trained."""
+        if self.init is not None:
+            return replace(open_checkpoint(self.init).config, dropout=self.dropout)
+        sizes: Any = {name: getattr(self, name) for name in SIZES}
+        return ModelConfig(vocab_size=VOCABULARY, max_seq_len=self.seq_len, dropout=self.dropout, **sizes)
+
+    def corpus(self) -> Corpus:
+        """What it is trained on.
+
+        Raises:
+            ValueError: if the model and its text do not go together.
+        """
+        model = self.model()
+        if self.seq_len > model.max_seq_len:
+            raise ValueError(f"--seq-len {self.seq_len} is longer than the max_seq_len {model.max_seq_len} of {self.init}")
+        tokenizer = None
+        if self.init is not None and (self.init / TOKENIZER).exists():
+            tokenizer = read_tokenizer(self.init)
+        corpus = Corpus.standard_library(tokenizer=tokenizer)
+        corpus.check(self.seq_len, model.vocab_size)
+        return corpus
+
+    def allowed(self) -> Tolerances:
+        """How far the run may be from the one on a single device."""
+        if self.virtual_shards is not None:
+            return 0.0, 0.0
+        early, late = TOLERANCES[str(self.dtype)]
+        return early * (1 if self.init is None else PRETRAINED), late
 
     def learning_rate(self, step: int) -> float:
         if step < self.warmup:
@@ -136,17 +187,20 @@ class Trainer:
     trace: Trace = field(default_factory=Trace)
 
     def __post_init__(self) -> None:
-        config, dtype = self.config, getattr(torch, self.config.dtype)
+        config, dtype = self.config, getattr(torch, str(self.config.dtype))
         self.group = self.group.with_virtual_shards(config.virtual_shards)
-        self.model = Decoder(
-            config.model(),
-            group=self.group,
-            sequence_parallel=config.sequence_parallel,
-            reduce_dtype=torch.float32 if dtype == torch.bfloat16 else None,
-            device=self.device,
-            dtype=dtype,
-            seed=config.seed,
-        )
+        options: Any = {
+            "group": self.group,
+            "sequence_parallel": config.sequence_parallel,
+            "reduce_dtype": torch.float32 if dtype == torch.bfloat16 else None,
+            "device": self.device,
+            "dtype": dtype,
+            "seed": config.seed,
+        }
+        if config.init is None:
+            self.model = Decoder(config.model(), **options)
+        else:
+            self.model = load_pretrained(config.init, config=config.model(), **options)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -218,19 +272,23 @@ def train(config: TrainConfig, env: Environment) -> None:
     if config.virtual_shards is not None:
         make_deterministic(env.device)
     with env.together("settings"):
+        config = config.completed()
         config.check(env)
-        corpus = Corpus.standard_library()
-        corpus.check(config.seq_len)
-        trainer = Trainer(config, env.group, env.device, corpus)
+        corpus = config.corpus()
     env.agree("training text", corpus.fingerprint())
+    with env.together("model"):
+        trainer = Trainer(config, env.group, env.device, corpus)
     if config.resume:
         with env.together("checkpoint"):
             trainer.resume(config.resume)
     folder = _run_folder(config, env)
     tokens = config.batch * config.seq_len
-    with Reporter(folder, config.steps, tokens, enabled=env.is_main, device=env.device) as reporter:
+    with Reporter(folder, config.steps, tokens, enabled=env.is_main, device=env.device, unit=corpus.unit) as reporter:
         reporter.start(asdict(config), trainer.model.config.parameters(), env.group.size)
         run(trainer, folder, reporter)
+        if config.init is not None:
+            with env.together("trained model"):
+                save_pretrained(trainer.model, folder / "model")
         weights = gather_state(trainer.model, trainer.group) if config.compare else {}
         env.close()  # the comparison is the business of rank 0 alone, nobody waits for it
         if not env.is_main:
@@ -242,10 +300,9 @@ def train(config: TrainConfig, env: Environment) -> None:
             for step in reporter.steps("one device", single.first_step):
                 single.step(step)
             single_weights = gather_state(single.model, single.group)
-            allowed: Tolerances = (0.0, 0.0) if config.virtual_shards is not None else TOLERANCES[config.dtype]
-            comparison = compare(trainer.trace, weights, single.trace, single_weights, allowed, trainer.first_step)
+            comparison = compare(trainer.trace, weights, single.trace, single_weights, config.allowed(), trainer.first_step)
             reporter.comparison(comparison, env.group.size)
-        reporter.finish()
+        reporter.finish(*([] if config.init is None else ["model"]))
     if config.compare and not comparison.equal:
         hint = ". If only later steps do, training may have amplified rounding (a lower --lr, or --dtype float64, would tell)"
         raise UserError(

@@ -6,11 +6,15 @@ Optimizer state is stored as ``optimizer.<parameter>.<key>`` and cut like its pa
 
 torch asks a tensor for its chunks through three methods (torch/distributed/_checkpointable.py); DTensor is one answer to them,
 which knows only torch.chunk's even split, :class:`_ShardOfGlobal` is another, which asks the Layout.
+
+The format's index is a pickle, its tensors lie in others. Both are read so that nothing they name can run: a hostile folder is
+an error like a damaged one.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +26,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from parallel import collectives
@@ -120,6 +130,46 @@ def _participants(model: nn.Module, group: TPGroup) -> TPGroup:
     return TPGroup.from_process_group(dist.group.WORLD)
 
 
+_INDEX_CLASSES = {
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # from Python 3.13 on
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+        *("TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads torch's index of a checkpoint, which is a pickle, and no other pickle: what it names beyond the index's own classes
+    and dtypes is refused before it could run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _INDEX_CLASSES.get(module, ())
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its index names {module}.{name}, which no index of tensors has")
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, but for its index. Everything stored must be a tensor: these are read with ``weights_only``."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
+            raise pickle.UnpicklingError("its index is no torch.distributed.checkpoint.metadata.Metadata")
+        for name, stored in index.state_dict_metadata.items():
+            dtype = getattr(getattr(stored, "properties", None), "dtype", None)
+            sized = isinstance(stored, TensorStorageMetadata) and isinstance(getattr(stored, "size", None), torch.Size)
+            if not sized or not isinstance(dtype, torch.dtype):
+                raise pickle.UnpicklingError(f"its index has {name}, which is no tensor")
+        return index
+
+
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -198,7 +248,7 @@ def load_checkpoint(
                 state[key] = _as_stored(local, layout, group) if shaped else local
     if optimizer and not any(moments.values()):
         raise ValueError(f"{path} was saved without optimizer state")
-    _run(lambda: dcp.load(state, checkpoint_id=path, **_among(everyone)), f"reading the checkpoint {path}")
+    _run(lambda: dcp.load(state, storage_reader=_Reader(path), **_among(everyone)), f"reading the checkpoint {path}")
     with torch.no_grad():
         for (_, parameter, _), local in zip(entries, weights, strict=True):
             parameter.copy_(local)
@@ -216,7 +266,7 @@ def _read_index(path: Path, group: TPGroup) -> tuple[dict[str, Any], dict[str, A
     extra: dict[str, Any] = {}
     reason = ""
     try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        stored = _Reader(path).read_metadata().state_dict_metadata
         extra = json.loads((path / "extra.json").read_text())
     except Exception as error:  # a damaged pickle raises nearly anything
         reason = _reason(error)

@@ -25,16 +25,17 @@ class Ended:
     seconds: float
 
 
-def start(command: list[str], cwd: Path, timeout: float = BOUND) -> Ended:
-    """Runs a command in a session of its own and kills all of it if it does not end."""
+def start(command: list[str], cwd: Path, timeout: float = BOUND, text: str = "") -> Ended:
+    """Runs a command in a session of its own, with ``text`` on its stdin, and kills all of it if it does not end."""
     outer = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
     env = {**outer, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
     try:
-        output, errors = process.communicate(timeout=timeout)
+        output, errors = process.communicate(text, timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
@@ -42,9 +43,10 @@ def start(command: list[str], cwd: Path, timeout: float = BOUND) -> Ended:
     return Ended(process.returncode, output, errors, time.monotonic() - began)
 
 
-def python(*arguments: str, cwd: Path) -> Ended:
-    return start([sys.executable, *arguments], cwd)
+def python(*arguments: str, cwd: Path, text: str = "") -> Ended:
+    return start([sys.executable, *arguments], cwd, text=text)
 
 
-def torchrun(ranks: int, *arguments: str, cwd: Path) -> Ended:
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments, cwd=cwd)
+def torchrun(ranks: int, *arguments: str, cwd: Path, text: str = "") -> Ended:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return python(*command, *arguments, cwd=cwd, text=text)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from launch.data import HELD_OUT, Corpus
 from launch.report import TOLERANCES, Trace, compare, plot
+from tests.tiny_llama import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,33 @@ def test_the_text_is_pythons_and_the_held_out_part_is_apart(corpus: Corpus) -> N
     assert len(batches) == 5 and batches[0][0].shape == (2, 32)
     with pytest.raises(ValueError, match="do not fit"):
         corpus.check(len(validation))
+
+
+def test_with_a_tokenizer_batches_are_tokens_from_the_same_places(corpus: Corpus) -> None:
+    tokenizer = make_tokenizer()
+    tokens = replace(corpus, tokenizer=tokenizer)
+    assert (corpus.unit, tokens.unit) == ("byte", "token") and corpus.fingerprint() != tokens.fingerprint()
+    for as_bytes, ids, labels in (
+        (corpus.batch(200, 4, seed=1, step=7)[0], *tokens.batch(200, 4, seed=1, step=7)),
+        (corpus.validation_batches(200, 4, 1)[0][0], *tokens.validation_batches(200, 4, 1)[0]),
+    ):
+        assert ids.shape == labels.shape == (4, 200) and ids.max() < 300
+        assert torch.equal(ids[:, 1:], labels[:, :-1])
+        for row, text in zip(ids.tolist(), as_bytes.tolist(), strict=True):
+            decoded = tokenizer.decode(row)
+            assert decoded[:50] == bytes(text).decode(errors="ignore")[:50] and len(decoded) > 200
+    with pytest.raises(ValueError, match="a text of 300 different tokens is more than the model's vocabulary of 299"):
+        tokens.check(200, 299)
+
+
+def test_sequences_longer_than_the_text_go_round() -> None:
+    """Text of 40 tokens at most: whatever the window, no more are to be had than twice over."""
+    text = np.frombuffer(b"0123456789" * 4, dtype=np.uint8)
+    corpus = Corpus(text, text, make_tokenizer())
+    ids, _ = corpus.batch(39, 2, seed=0, step=0)
+    assert ids.shape == (2, 39)
+    with pytest.raises(ValueError, match=r"the tokenizer makes \d+ tokens of all the text, \d+ are needed"):
+        Corpus(text, text, Tokenizer(BPE())).batch(8, 1, seed=0, step=0)
 
 
 def test_a_folder_without_source_is_refused(tmp_path: Path) -> None:

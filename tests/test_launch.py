@@ -16,11 +16,14 @@ import pytest
 import torch
 
 from launch import environment
-from launch.train import TrainConfig
+from launch.environment import Environment, UserError
+from launch.train import TrainConfig, train
 from parallel.checkpoint import load_checkpoint
 from parallel.group import single_device
 from tests.programs import ROOT, Ended, python, torchrun
+from tests.tiny_llama import write_folder
 from tpblock import Decoder
+from tpblock.formats.checkpoint import read_config
 
 TINY = shlex.split("--dim 32 --layers 1 --heads 2 --kv-heads 1 --batch 2 --seq-len 16 --validation-batches 1 --device cpu")
 
@@ -220,6 +223,75 @@ def test_a_single_device_needs_no_torchrun_and_a_run_needs_a_folder(tmp_path: Pa
     assert again.errors == "error: --out run is there already and not empty: a run needs a folder of its own\n"
 
 
+def test_a_pretrained_model_is_trained_on_compared_resumed_and_written(tmp_path: Path) -> None:
+    """With a tokenizer, whose vocabulary of 300 makes the loss start near that of a random model."""
+    from transformers import LlamaForCausalLM
+
+    write_folder(tmp_path / "model")
+    options = shlex.split(
+        "--init model --batch 2 --seq-len 16 --steps 4 --checkpoint-every 2 --validation-batches 1 --dropout 0.1 --device cpu"
+    )
+    first = torchrun(2, "-m", "launch.train", *options, cwd=tmp_path)
+    assert first.code == 0, first.errors
+    assert "parameters in float32 on 2 tensor-parallel ranks" in first.output  # the folder's dtype
+    assert "from model, the text as tokens of its tokenizer.json\n" in first.output
+    assert first.output.count(" equal\n") == 5 and first.output.endswith("checkpoints/step-4, model\n")
+    config = json.loads((tmp_path / "runs" / "1" / "config.json").read_text())
+    assert (config["init"], config["dtype"], config["dim"]) == ("model", "float32", None)
+
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "runs" / "1" / "model")
+    ours = weights(tmp_path / "runs" / "1" / "checkpoints" / "step-4", TrainConfig(init=tmp_path / "model"))
+    assert torch.equal(trained.lm_head.weight, ours["head.weight"])
+    assert not torch.equal(trained.lm_head.weight, LlamaForCausalLM.from_pretrained(tmp_path / "model").lm_head.weight)
+    assert (tmp_path / "runs" / "1" / "model" / "tokenizer.json").is_file()
+
+    resume = ["--resume", "runs/1/checkpoints/step-2", "--no-compare"]
+    resumed = torchrun(2, "-m", "launch.train", *options, *resume, cwd=tmp_path)
+    assert resumed.code == 0, resumed.errors
+    uninterrupted = losses(tmp_path / "runs" / "1")
+    assert losses(tmp_path / "runs" / "2") == {step: uninterrupted[step] for step in (3, 4)}
+    names = [path.name for path in (tmp_path / "runs" / "1" / "model").iterdir()]
+    for name in names:
+        once, twice = ((tmp_path / "runs" / run / "model" / name).read_bytes() for run in "12")
+        assert once == twice, name
+
+
+def here(**options: Any) -> None:
+    config = TrainConfig(tp=1, **options)
+    train(config, Environment(config, torchrun=False))
+
+
+def test_without_a_tokenizer_bytes_are_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "model", tokenizer=False, vocab_size=256)
+    here(init=Path("model"), batch=2, seq_len=16, steps=2, validation_batches=1, dtype="float64", out=Path("run"))
+    told = capsys.readouterr().out
+    assert "from model, the text as bytes, for it has no tokenizer.json" in told
+    assert {d["relative"] for d in metrics(tmp_path / "run")[-1]["comparison"]} == {0.0}
+    assert read_config(tmp_path / "run" / "model")[0] == read_config(tmp_path / "model")[0]
+
+
+def test_what_cannot_be_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "model").half().save_pretrained(tmp_path / "half")
+    write_folder(tmp_path / "small", tokenizer=False, vocab_size=255)
+    write_folder(tmp_path / "fewer", vocab_size=299)
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"init": "model", "dim": 36, "d_ff": 50}, "--dim 36, --d-ff 50 cannot go with --init: the sizes are those of model"),
+        ({"init": "model", "seq_len": 65}, "--seq-len 65 is longer than the max_seq_len 64 of model"),
+        ({"init": "small"}, "a text of 256 different bytes is more than the model's vocabulary of 255"),
+        ({"init": "fewer"}, "a text of 300 different tokens is more than the model's vocabulary of 299"),
+        ({"init": "half"}, "half holds float16, which is not trained in: give --dtype, one of float64, float32, bfloat16"),
+        ({"init": "nowhere"}, "nowhere is not a folder"),
+    ]
+    for options, message in faults:
+        with pytest.raises(UserError, match=message):
+            here(**{"seq_len": 16, **options, "init": Path(options["init"])})
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_that_differs_from_the_single_device_fails(tmp_path: Path) -> None:
     (tmp_path / "differ.py").write_text(
         "import launch.train\nplain, made = launch.train.Trainer.__post_init__, []\n"
@@ -241,5 +313,5 @@ def test_help() -> None:
     assert unknown.code != 0 and "unknown command 'trian'" in unknown.errors
     options = python("-m", "launch.cli", "train", "--help", cwd=ROOT)
     assert options.code == 0
-    for text in ("usage: tpblock train", "--seq-len INT", "Bytes a sequence", "--timeout FLOAT", "--tp {None}|INT"):
+    for text in ("usage: tpblock train", "--seq-len INT", "Bytes a sequence, or tokens", "--timeout FLOAT", "--tp {None}|INT"):
         assert text in options.output

@@ -6,6 +6,8 @@ from tpblock.cache import KVCache
 from tpblock.config import Activation, Bias, ModelConfig, Norm, Parallelism, Placement, Position, QKNorm, default_d_ff
 from tpblock.context import Context
 from tpblock.formats.files import CheckpointError
+from tpblock.formats.meta import MetaOptions
+from tpblock.generate import generate
 from tpblock.init import initialise
 from tpblock.model import Decoder
 from tpblock.presets import PRESETS, preset
@@ -25,6 +27,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "MetaOptions",
     "ModelConfig",
     "Norm",
     "Parallelism",
@@ -35,6 +38,7 @@ __all__ = [
     "Stack",
     "TPGroup",
     "default_d_ff",
+    "generate",
     "initialise",
     "load_pretrained",
     "preset",

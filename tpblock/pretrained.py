@@ -21,6 +21,7 @@ from tpblock.config import ModelConfig
 from tpblock.formats.checkpoint import Checkpoint
 from tpblock.formats.convert import Plan, finish_hf, hf_plan, open_checkpoint
 from tpblock.formats.files import CheckpointError, Writer, written_aside
+from tpblock.formats.meta import MetaOptions
 from tpblock.formats.stored import InMemory, StoredTensor, copy, difference, shard_tensor, whole_tensor
 from tpblock.model import Decoder
 
@@ -33,9 +34,11 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     finite: bool = False,
+    meta: MetaOptions | None = None,
     **options: Any,
 ) -> Decoder:
-    """A :class:`Decoder` with the weights of a Hugging Face folder, or of one that ``launch.shard`` wrote for any number of ranks.
+    """A :class:`Decoder` with the weights of a Hugging Face folder, of one that ``launch.shard`` wrote for any number of ranks, or
+    of Meta's consolidated files.
 
     The model is built on the meta device; each rank then reads its slices of the files straight into its parameters. All ranks
     of the group call it.
@@ -45,6 +48,7 @@ def load_pretrained(
         config: what to build in place of the folder's own config, for example that one with dropout.
         dtype, device: of the parameters; values are converted. Without dtype they stay as they are stored.
         finite: check that all weights are finite numbers.
+        meta: for a folder of Meta's consolidated files, what its params.json does not say.
         options: further arguments of :class:`Decoder` (``sequence_parallel``, ``virtual_shards``, ``seed`` of the dropout masks,
             ...).
 
@@ -54,7 +58,7 @@ def load_pretrained(
         ValueError: on every rank, if the model cannot be cut over that many ranks, or an option does not fit.
     """
     with together(group, CheckpointError):
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, meta)
         model = Decoder(config or checkpoint.config, group=group, device="meta", dtype=dtype or checkpoint.dtype(), **options)
         fingerprint = _fingerprint(checkpoint)
     _check_alike("folder", fingerprint, group)

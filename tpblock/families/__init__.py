@@ -21,7 +21,8 @@ class Family:
         config: reads the fields of a config.json.
         tensors: for each of our parameters, ``{i}`` standing for the block's number, how it is stored.
         prefix: what the names begin with, unless the folder was saved from the model without its head.
-        not_weights: how the names of tensors end that some files hold although they follow from the config (masks, frequencies).
+        not_weights: how the names of tensors end that some files hold although they follow from the config (masks,
+            frequencies).
     """
 
     config: Callable[[Mapping[str, Any]], ModelConfig]

@@ -106,7 +106,7 @@ def rope(hf: Mapping[str, Any], *, theta: str = "rope_theta", fraction: str | No
     Args:
         theta, fraction: what the family calls them in older files. Without the name of a fraction it rotates whole heads.
     """
-    own = {"rope_theta": theta, "partial_rotary_factor": fraction}
+    own = {"rope_theta": theta} | ({"partial_rotary_factor": fraction} if fraction else {})
     fields = {ours: hf[name] for ours, name in own.items() if name in hf}
     fields |= hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     kind = fields.get("rope_type") or fields.get("type") or "default"

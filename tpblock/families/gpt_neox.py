@@ -1,6 +1,7 @@
 """GPT-NeoX and Pythia: LayerNorm, ungated feed-forward, partial rotary; attention and feed-forward side by side on two norms.
 
-``query_key_value`` holds the rows of head 0's query, key and value, then those of head 1: not [Q | K | V], though of that shape.
+``query_key_value`` holds the rows of head 0's query, key and value, then those of head 1: it has the shape of [Q | K | V], but
+not its order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ TENSORS = {
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    attention = Bias.QKV | Bias.OUT if take(hf, "attention_bias", True) else Bias.NONE  # Pythia's files lack it, not the biases
+    # Pythia's files lack attention_bias: GPTNeoXConfig of transformers means by that that there are biases.
+    attention = Bias.QKV | Bias.OUT if take(hf, "attention_bias", True) else Bias.NONE
     return ModelConfig(
         **sizes(hf),
         activation=choose(hf, "hidden_act", ACTIVATIONS),

@@ -19,6 +19,7 @@ from tpblock.families import Family, family_of
 from tpblock.formats.files import CheckpointError, Entry, read_json
 from tpblock.formats.stored import Source, StoredTensor, assert_covered, hf_tensors
 from tpblock.model import Decoder
+from tpblock.rope import Llama3Scaling, RopeScaling
 
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".md")
 """What else a folder holds that goes wherever the weights go: tokenizer, generation settings, licence."""
@@ -103,11 +104,25 @@ def parse_config(hf_config: Mapping[str, Any]) -> tuple[ModelConfig, Family]:
             raise CheckpointError(f"config.json: {field} = {layers}, at most {MOST_LAYERS} are supported")
     try:
         family = family_of(hf_config)
-        return family.config(hf_config), family
+        config = family.config(hf_config)
+        _check_scaling(config.rope_scaling)
+        return config, family
     except CheckpointError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"config.json makes no model: {error}") from error
+
+
+def _check_scaling(scaling: RopeScaling | None) -> None:
+    """A CheckpointError unless all that a rotary scaling consists of are numbers with which it can be computed."""
+    for name, value in vars(scaling).items() if scaling else ():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < float(n) < math.inf for n in numbers):
+            raise CheckpointError(f"config.json: {name} of the rotary scaling must be positive numbers, got {value!r}")
+    if isinstance(scaling, Llama3Scaling) and not scaling.low_freq_factor < scaling.high_freq_factor:
+        raise CheckpointError(
+            f"config.json: low_freq_factor {scaling.low_freq_factor} must be below high_freq_factor {scaling.high_freq_factor}"
+        )
 
 
 def model_layouts(config: ModelConfig, ranks: int = 1) -> dict[str, Layout]:

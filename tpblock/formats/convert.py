@@ -16,6 +16,7 @@ import torch
 from tpblock.formats.checkpoint import SIDE_FILES, Checkpoint, model_layouts
 from tpblock.formats.files import DTYPE_NAMES, CheckpointError, Entry, Progress, Writer, check_new, checksum, written_aside
 from tpblock.formats.hf import INDEX, hf_names, open_hf, shard_by_size
+from tpblock.formats.meta import PARAMS, MetaOptions, open_meta
 from tpblock.formats.sharded import MANIFEST, Manifest, RankFile, describe, open_sharded, rank_file
 from tpblock.formats.stored import Source, StoredTensor, apart, blocks, shard_tensor
 
@@ -30,14 +31,16 @@ def quiet(_what: str, _bytes: int) -> Progress:
     return lambda _: None
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """A Hugging Face folder, or one that :func:`shard` wrote."""
+def open_checkpoint(path: str | Path, meta: MetaOptions | None = None) -> Checkpoint:
+    """A Hugging Face folder, one that :func:`shard` wrote, or one of Meta's, for which ``meta`` says what it does not."""
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
-    if (path / MANIFEST).exists():
-        return open_sharded(path)
-    return open_hf(path)
+    if not (path / MANIFEST).exists() and (path / "consolidated.00.pth").exists():
+        return open_meta(path, meta or MetaOptions())
+    if meta and meta != MetaOptions():
+        raise CheckpointError(f"{path} is no folder of Meta's: what {meta} would say is in its config")
+    return open_sharded(path) if (path / MANIFEST).exists() else open_hf(path)
 
 
 def dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
@@ -99,12 +102,14 @@ class Conversion:
         source: what is read.
         plan, metadata: the files to write.
         finish: writes what stands beside them, once they are there.
+        checked: whether it is told their checksums.
     """
 
     source: Checkpoint
     plan: Plan
     metadata: Mapping[str, str]
     finish: Callable[[Path, list[RankFile]], None]
+    checked: bool = False
 
     @property
     def bytes(self) -> int:
@@ -138,7 +143,7 @@ class Conversion:
         files = []
         for file, tensors in self.plan.items():
             sizes = {name: (dtype, stored.shape) for name, (stored, dtype) in tensors.items()}
-            with closing(Writer(folder / file, sizes, self.metadata)) as writer:
+            with closing(Writer(folder / file, sizes, self.metadata, checked=self.checked)) as writer:
                 for name in writer.order:
                     stored, dtype = tensors[name]
                     for block in blocks(stored, dtype, self.source.source):
@@ -167,7 +172,7 @@ def sharding(checkpoint: Checkpoint, ranks: int) -> Conversion:
         (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1))
         copy_side_files(checkpoint, folder)
 
-    return Conversion(checkpoint, plan, {}, finish)
+    return Conversion(checkpoint, plan, {}, finish, checked=True)
 
 
 def merging(checkpoint: Checkpoint, max_shard_size: int | None = None) -> Conversion:
@@ -212,7 +217,7 @@ def write_hf_index(plan: Plan, folder: Path) -> None:
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     for path in sorted(checkpoint.path.iterdir()):
-        known = path.suffix in SIDE_FILES and path.name not in (INDEX, MANIFEST)
+        known = path.suffix in SIDE_FILES and path.name not in (INDEX, MANIFEST, PARAMS)
         if known and path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
@@ -268,7 +273,7 @@ def check_finite(checkpoint: Checkpoint, stages: Stages = quiet) -> None:
     for name, (_, entry) in checkpoint.tensors.items():
         finite = True
         for rows in entry.blocks():
-            finite &= bool(rows.isfinite().all())
+            finite &= bool(torch.stack(rows.aminmax()).isfinite().all())  # far faster than isfinite of all
             progress(rows.nbytes)
         if not finite:
             found.append(name)

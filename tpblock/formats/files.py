@@ -10,6 +10,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +159,18 @@ class Writer:
     """Writes a safetensors file whose tensors are known beforehand but come one at a time, in any order.
 
     The bytes are those of ``safetensors.torch.save_file``. The space is taken at once, so that a full disk is noticed before
-    anything is computed. ``checksum`` is the CRC-32 of what follows the header, if the tensors came in their order in the file.
+    anything is computed. With ``checked``, ``checksum`` is the CRC-32 of what follows the header, if the tensors came in their
+    order in the file.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]):
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str],
+        *,
+        checked: bool = False,
+    ):
         kinds = list(DTYPES)
         order = sorted(tensors, key=lambda name: (-kinds.index(DTYPE_NAMES[tensors[name][0]]), name))
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -173,9 +182,11 @@ class Writer:
             at += size
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        self.path, self.order, self.checksum = path, order, 0
+        self.path, self.order, self.checked, self.checksum = path, order, checked, 0
         self._next = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in order}
         self.size = 8 + len(text) + at
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115
         try:
             os.posix_fallocate(self._file.fileno(), 0, self.size)
@@ -186,15 +197,29 @@ class Writer:
             raise
 
     def write(self, name: str, value: Tensor) -> None:
-        """Writes a contiguous tensor on the CPU in its place, or the next rows of it."""
+        """Writes a contiguous tensor on the CPU in its place, or the next rows of it. ``value`` is to stay as it is until the call
+        after the next begins, since a thread writes it while the next is made."""
         data = value.contiguous().view(-1).view(torch.uint8).numpy().data
-        self.checksum = zlib.crc32(data, self.checksum)
+        if self.checked:
+            self.checksum = zlib.crc32(data, self.checksum)
+        self._wait()
+        self._pending = self._thread.submit(self._write, data, self._next[name])
+        self._next[name] += len(data)
+
+    def _write(self, data: memoryview, at: int) -> None:
         while data:
-            written = os.pwrite(self._file.fileno(), data, self._next[name])
-            self._next[name], data = self._next[name] + written, data[written:]
+            written = os.pwrite(self._file.fileno(), data, at)
+            at, data = at + written, data[written:]
+
+    def _wait(self) -> None:
+        """For what is being written. Raises what went wrong there."""
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.result()
 
     def close(self) -> None:
-        self._file.close()
+        with self._file, self._thread:
+            self._wait()
 
 
 def checksum(path: Path, progress: Progress = lambda _: None) -> int:

@@ -46,7 +46,7 @@ def open_hf(folder: Path) -> Checkpoint:
         tensors[name] = (stored, entries[name])
     copies = {}
     if config.tied_embeddings:
-        for head in family.tensors[HEAD]:  # some folders hold it all the same
+        for head in family.tensors.get(HEAD, ()):  # some folders hold it all the same
             if head.name in entries:
                 embedding = whole_tensor("embedding.weight", layouts["embedding.weight"].shape)
                 _check_entry(folder, head.name, embedding, entries[head.name])
@@ -86,7 +86,7 @@ def _read_headers(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES]
         if pickles and not (folder / SINGLE).exists():
             raise CheckpointError(
-                f"{folder} has {pickles[0]}, but no {SINGLE}: only safetensors files are read, since reading a pickle runs it"
+                f"{folder} has {pickles[0]}, but no {SINGLE}: only safetensors files are read, since a pickle may run what it likes"
             )
         return read_header(folder / SINGLE)
     weight_map = read_json(index).get("weight_map")
@@ -97,7 +97,9 @@ def _read_headers(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         if Path(file).name != file:
             raise CheckpointError(f"{index} names a file outside the folder: {file!r}")
         if not is_plain_name(file):
-            raise CheckpointError(f"{index} names {file!r}: only safetensors files are read, since reading a pickle runs it")
+            raise CheckpointError(
+                f"{index} names {file!r}: only safetensors files are read, since a pickle may run what it likes"
+            )
     entries: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     for file in files:
