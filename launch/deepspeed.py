@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -134,8 +135,7 @@ def initialize(
     sizes = batch_sizes(settings, unit.get_data_parallel_world_size(), unit.get_model_parallel_world_size())
     settings |= sizes._asdict()
     if device.type == "cpu":
-        # Its own Adam and its shared-memory all-reduce (which training never uses) are compiled at first use, for minutes.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Its own Adam would be compiled at first use.
         named = settings.get("optimizer", {})
         if named.get("type", "").lower() in ("adam", "adamw") and not _zero(settings).get("offload_optimizer"):
             named.setdefault("params", {}).setdefault("torch_adam", True)
@@ -175,7 +175,7 @@ def batch_sizes(config: Mapping[str, Any], dp: int, tp: int) -> BatchSizes:
 
     The tensor-parallel ranks of a replica share its batch and do not multiply it.
     """
-    total, micro, steps = (config.get(name) for name in BatchSizes._fields)
+    total, micro, steps = (config.get(name) for name in BatchSizes._fields)  # type: Any, Any, Any
     if total is None and micro is None:
         raise ValueError("the DeepSpeed config needs train_batch_size or train_micro_batch_size_per_gpu")
     if total is None:
@@ -296,7 +296,9 @@ def _problem_of(model: nn.Module, group: TPGroup) -> str:
         if len(layout.rank_shards) != group.size:
             return f"{name} is cut over {len(layout.rank_shards)} ranks, the mesh has {group.size} tensor-parallel ranks"
         if tuple(parameter.shape) != (expected := layout.local_shape(group.rank)):
-            return f"{name} has shape {tuple(parameter.shape)} on tensor-parallel rank {group.rank}, its layout says {expected}"
+            return (
+                f"{name} has shape {tuple(parameter.shape)} on tensor-parallel rank {group.rank}, its layout says {expected}"
+            )
     return ""
 
 
@@ -328,7 +330,7 @@ def _use_whole_blocks(model: nn.Module) -> None:
 # -- the engine
 
 
-class TensorParallelEngine(DeepSpeedEngine):  # type: ignore[misc]
+class TensorParallelEngine(DeepSpeedEngine):
     """DeepSpeed's engine with the methods replaced that are wrong, or of one rank alone, beside tensor parallelism.
 
     Attributes:
@@ -417,12 +419,14 @@ class TensorParallelEngine(DeepSpeedEngine):  # type: ignore[misc]
             saved = json.loads((folder / SIZES_FILE).read_text())
         except OSError as error:
             raise ValueError(f"{folder} is no checkpoint that an engine of launch.deepspeed saved") from error
-        differences = [f"{key} {saved.get(key)}, now {value}" for key, value in self._sizes().items() if saved.get(key) != value]
+        differences = [
+            f"{key} {saved.get(key)}, now {value}" for key, value in self._sizes().items() if saved.get(key) != value
+        ]
         if differences:
             raise ValueError(
-                f"{folder} was saved with {'; '.join(differences)}, and DeepSpeed cannot convert it. To go on at other sizes, load it "
-                "at its own, take launch.deepspeed.gather_state(engine), and give that to parallel.state.scatter_state(model, state, "
-                "group) before initialize (weights without optimizer state)"
+                f"{folder} was saved with {'; '.join(differences)}, and DeepSpeed cannot convert it. To go on at other sizes, load "
+                "it at its own, take launch.deepspeed.gather_state(engine), and give that to parallel.state.scatter_state(model, "
+                "state, group) before initialize (weights without optimizer state)"
             )
 
 
@@ -600,4 +604,9 @@ def _construct(original: Callable[..., None]) -> Callable[..., None]:
     return construct
 
 
+if get_accelerator().device_name() == "cpu":
+    # Its shared-memory all-reduce, which training never uses, would be compiled when torch.distributed starts, for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# Names of collectives that torch 2.13 has replaced and DeepSpeed 0.19 still uses: a line for each call of each rank.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 DeepSpeedEngine.__init__ = _construct(DeepSpeedEngine.__init__)
