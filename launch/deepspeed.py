@@ -442,12 +442,15 @@ def gather_state(engine: TensorParallelEngine) -> dict[str, Tensor]:
 
     All ranks call it. For models that fit on one device; under stage 3 one parameter at a time is whole beside the result.
     """
-    state = {}
+    return {name: value.clone() for name, value in global_tensors(engine)}
+
+
+def global_tensors(engine: TensorParallelEngine) -> Iterator[tuple[str, Tensor]]:
+    """The same one at a time, each whole only while it is looked at."""
     for name, parameter, layout in named_layouts(engine.module):
         with _gathered(parameter), torch.no_grad():
             whole = Layout(tuple(parameter.shape)) if layout.replicated else layout
-            state[name] = gather_pieces(parameter.detach(), whole, engine.tp_group).clone()
-    return state
+            yield name, gather_pieces(parameter.detach(), whole, engine.tp_group)
 
 
 def _gathered(parameter: nn.Parameter) -> AbstractContextManager[object]:

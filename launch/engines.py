@@ -190,7 +190,7 @@ class DeepSpeed(Engine):
 
     def start(self, make_optimizer: MakeOptimizer) -> None:
         try:
-            from launch import deepspeed
+            import launch.deepspeed as deepspeed
         except ImportError as error:
             raise ValueError(f"DeepSpeed is not installed ({error}): pip install 'tpblock[deepspeed]'") from error
         self.library = deepspeed

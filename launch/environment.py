@@ -107,6 +107,11 @@ class Environment:
         """Whether this rank does what is done once: it talks to the terminal and writes files."""
         return self.rank == 0
 
+    @property
+    def everyone(self) -> TPGroup:
+        """All ranks, replicas of the model and tensor-parallel ranks alike."""
+        return single_device() if dist.group.WORLD is None else TPGroup.from_process_group(dist.group.WORLD)
+
     def exchange(self, what: str, value: str) -> list[str]:
         """Every rank's value, in rank order. Needs no process group, and names the ranks that did not arrive in time."""
         if self._store is None:

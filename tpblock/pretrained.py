@@ -70,7 +70,14 @@ def load_pretrained(
     return model
 
 
-def save_pretrained(model: Decoder, folder: str | Path, *, max_shard_size: int | None = None) -> None:
+def save_pretrained(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    max_shard_size: int | None = None,
+    tensors: Iterator[tuple[str, Tensor]] | None = None,
+    ranks: TPGroup | None = None,
+) -> None:
     """Writes a model that :func:`load_pretrained` made as a Hugging Face folder: the same names, dtypes and files.
 
     All ranks of the group call it; of several data-parallel replicas only one does. Each parameter is gathered in turn and
@@ -79,6 +86,8 @@ def save_pretrained(model: Decoder, folder: str | Path, *, max_shard_size: int |
     Args:
         folder: new or empty.
         max_shard_size: bytes in a file at most, unless one tensor has more; by default the files are divided as they were.
+        tensors, ranks: for a model whose parameters data-parallel replicas share, or that an engine keeps (FSDP2, DeepSpeed): the
+            global tensors by name, one at a time, and all ranks that go through them together. By default the model's own.
 
     Raises:
         CheckpointError: on every rank, if ``folder`` is there already, something cannot be written (a full disk), or the model
@@ -91,8 +100,8 @@ def save_pretrained(model: Decoder, folder: str | Path, *, max_shard_size: int |
         )
     kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
     plan = hf_plan(checkpoint, kinds, max_shard_size)
+    group, tensors = ranks or group, tensors or _global_tensors(model)
     with together(group, CheckpointError):
-        tensors = _global_tensors(model)
         try:
             if group.rank == 0:
                 _write(tensors, plan, checkpoint, kinds, Path(folder))
