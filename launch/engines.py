@@ -9,6 +9,7 @@ All are used alike. A step is ``accumulation`` micro-batches a replica, each of 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -70,9 +72,12 @@ class Engine(ABC):
         """Adds the gradients of a micro-batch to those of the step; the replicas need not exchange any before the ``last``.
         Returns the loss."""
 
-    @abstractmethod
     def update(self) -> Tensor:
         """Clips the average gradient, takes the optimizer's step and clears the gradients. Returns the norm before clipping."""
+        norm = clip_grad_norm_(self.model, self.clip, self.model.group)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def micro_batch(self, ids: Tensor, labels: Tensor, **coordinates: Any) -> None:
         """Forward and backward of this replica's next micro-batch [sequences, tokens]."""
@@ -81,15 +86,12 @@ class Engine(ABC):
 
     def step(self) -> tuple[Tensor, Tensor]:
         """The optimizer's step after ``accumulation`` micro-batches. Returns their mean loss and the norm of the gradient."""
-        loss = self.mean(torch.stack(self._losses))
-        self._losses = []
-        return loss, self.update()
+        losses, self._losses = torch.stack(self._losses), []
+        return self.everyones(losses).double().mean().to(losses.dtype), self.update()
 
-    def mean(self, losses: Tensor) -> Tensor:
-        """The mean over all replicas' losses [n], always added in the same order."""
-        return (
-            collectives.all_gather(losses, self.replicas, [len(losses)] * self.replicas.size).double().mean().to(losses.dtype)
-        )
+    def everyones(self, values: Tensor) -> Tensor:
+        """All replicas' values [n] in their order, [replicas * n]."""
+        return collectives.all_gather(values, self.replicas, [len(values)] * self.replicas.size)
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -114,7 +116,8 @@ class Engine(ABC):
 class Ddp(Engine):
     """Every replica has a whole optimizer and adds its gradients to the others' while backward goes on. One replica: plain torch.
 
-    In invariant mode the replicas' micro-batches are added in a fixed order instead, at the end (parallel/data.py).
+    In invariant mode the replicas' micro-batches are added in a fixed order instead, at the end (parallel/data.py). Gradients in
+    half precision are added up over the replicas in float32.
     """
 
     def start(self, make_optimizer: MakeOptimizer) -> None:
@@ -126,6 +129,8 @@ class Ddp(Engine):
             self.module = DistributedDataParallel(
                 self.model, process_group=self.replicas.process_group, gradient_as_bucket_view=True
             )
+            if next(self.model.parameters()).dtype.itemsize < 4:
+                self.module.register_comm_hook(self.replicas, _average_in_float32)
         self.optimizer = make_optimizer(self.model)
 
     def backward(self, ids: Tensor, labels: Tensor, last: bool, coordinates: Mapping[str, Any]) -> Tensor:
@@ -142,18 +147,21 @@ class Ddp(Engine):
     def update(self) -> Tensor:
         if self.average is not None:
             self.average.finish()
-        norm = clip_grad_norm_(self.model, self.clip, self.model.group)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return super().update()
+
+
+def _average_in_float32(replicas: TPGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DistributedDataParallel does with a bucket of gradients, but for the dtype."""
+    wide = bucket.buffer().float() / replicas.size
+    work = dist.all_reduce(wide, group=replicas.process_group, async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 class Fsdp2(Engine):
     """Replicas share parameters, gradients and optimizer state: a block's parameters are gathered for the time it computes."""
 
     def start(self, make_optimizer: MakeOptimizer) -> None:
-        if self.mesh is None:
-            raise ValueError("FSDP2 shares the parameters among ranks: start it with torchrun")
+        assert self.mesh is not None
         dtype = next(self.model.parameters()).dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if dtype.itemsize < 4 else None)
         for block in self.model.stack.blocks:
@@ -168,12 +176,6 @@ class Fsdp2(Engine):
         (loss / self.accumulation).backward()
         return loss
 
-    def update(self) -> Tensor:
-        norm = clip_grad_norm_(self.model, self.clip, self.model.group)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         save_checkpoint(path, self.model, self.model.group, self.optimizer, extra)
 
@@ -181,26 +183,33 @@ class Fsdp2(Engine):
 class DeepSpeed(Engine):
     """DeepSpeed's ZeRO: replicas share optimizer state (1), gradients too (2), parameters too (3), or nothing (0).
 
-    Its checkpoints are its own: they load at the same numbers of ranks and the same stage.
+    Its checkpoints are its own: they load at the same numbers of ranks and the same stage. In bfloat16 its optimizer works on a
+    float32 copy of the parameters.
+
+    Args:
+        zero: its settings of that name, {"stage": 2}.
+        rows: sequences of a replica's micro-batch.
     """
 
-    def __init__(self, *args: Any, stage: int, micro_batch: int, **options: Any) -> None:
-        self.stage, self.micro_batch_size = stage, micro_batch
+    def __init__(self, *args: Any, zero: Mapping[str, Any], rows: int, **options: Any) -> None:
+        self.zero, self.rows = zero, rows
         super().__init__(*args, **options)
 
     def start(self, make_optimizer: MakeOptimizer) -> None:
+        parameter = next(self.model.parameters())
+        os.environ.setdefault("DS_ACCELERATOR", parameter.device.type)
         try:
             import launch.deepspeed as deepspeed
         except ImportError as error:
             raise ValueError(f"DeepSpeed is not installed ({error}): pip install 'tpblock[deepspeed]'") from error
         self.library = deepspeed
-        dtype = next(self.model.parameters()).dtype
         config = {
-            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "train_micro_batch_size_per_gpu": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "zero_optimization": {"stage": self.stage},
-            "bf16": {"enabled": dtype == torch.bfloat16},
+            "zero_optimization": self.zero,
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": parameter.dtype == torch.bfloat16},
         }
         self.module = deepspeed.initialize(self.model, self.mesh, config, make_optimizer(self.model))
         self.optimizer = self.module.optimizer
@@ -214,13 +223,13 @@ class DeepSpeed(Engine):
 
     def update(self) -> Tensor:
         self.module.step()
-        return torch.tensor(self.module.get_global_grad_norm())
+        return torch.tensor(self.module.get_global_grad_norm(), dtype=torch.float64)
 
     def global_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self.library.global_tensors(self.module)
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        self.module.save_checkpoint(path.parent, tag=path.name, client_state=dict(extra))
+        self.module.save_checkpoint(path.parent, tag=path.name, client_state=extra, save_latest=False)
 
     def load(self, path: Path) -> dict[str, Any]:
         _, extra = self.module.load_checkpoint(path.parent, tag=path.name)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -154,7 +154,10 @@ class Environment:
             yield
         except (ValueError, UserError) as error:
             problem = str(error) or type(error).__name__
-        problems = self.exchange(what, problem)
+        try:
+            problems = self.exchange(what, problem)
+        except RuntimeError as error:  # the others may wait in vain for what this rank did not do
+            raise RuntimeError(f"{problem} ({error})") if problem else error from None
         failed = {rank: text for rank, text in enumerate(problems) if text}
         if len(failed) == self.world and len(set(problems)) == 1:
             raise UserError(problems[0])
@@ -201,8 +204,18 @@ def make_deterministic(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def parse(kind: type[T], arguments: Sequence[str] | None, program: str) -> T:
-    """The options of a program from its command line. Of several ranks only the first shows help and mistakes."""
+def parse(
+    kind: type[T],
+    arguments: Sequence[str] | None,
+    program: str,
+    defaults: Callable[[Sequence[str]], T | None] = lambda _: None,
+) -> T:
+    """The options of a program from its command line. Of several ranks only the first shows help and mistakes.
+
+    ``defaults`` is given the command line and may know other options than ``kind()`` has, for it to override; it may raise a
+    UserError.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
     rank = int(os.environ.get("RANK", "0"))
     with ExitStack() as stack:
         if rank > 0:
@@ -210,11 +223,15 @@ def parse(kind: type[T], arguments: Sequence[str] | None, program: str) -> T:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         try:
-            return tyro.cli(kind, args=arguments, prog=program.replace("-m", "python -m"))
-        except SystemExit as stop:
+            known = defaults(arguments)
+            given: dict[str, Any] = {} if known is None else {"default": known}
+            return tyro.cli(kind, args=arguments, prog=program.replace("-m", "python -m"), **given)
+        except (SystemExit, UserError) as stop:
+            if isinstance(stop, UserError):
+                _say(f"error: {_one_line(stop)}")
             if rank > 0 and stop.code:
                 _linger(30)
-            raise
+            raise SystemExit(stop.code) from None
 
 
 def launch(program: Callable[[Environment], None], options: Options, name: str) -> NoReturn:

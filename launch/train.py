@@ -11,15 +11,16 @@ metrics.jsonl (one line a logged step), loss.png, checkpoints/step-N, and with -
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from launch.environment import Environment, UserError, launch, make_deterministic, parse
 from launch.report import Reporter, compare
-from launch.train_config import TrainConfig, with_file
+from launch.train_config import TrainConfig, from_file
 from launch.trainer import Trainer
 from parallel.state import gather_state
 from tpblock import save_pretrained
@@ -30,7 +31,7 @@ def train(config: TrainConfig, env: Environment) -> None:
     if config.virtual_shards is not None:
         make_deterministic(env.device)
     with env.together("settings"):
-        config = config.completed()
+        config = replace(config, tp=env.group.size).completed()
         config.check(env)
         corpus = config.corpus()
     env.agree("training text", corpus.fingerprint())
@@ -43,11 +44,14 @@ def train(config: TrainConfig, env: Environment) -> None:
     tokens = config.batch * config.seq_len
     with Reporter(folder, config.steps, tokens, enabled=env.is_main, device=env.device, unit=corpus.unit) as reporter:
         reporter.start(asdict(config), trainer.model.config.parameters(), env.group.size, trainer.replicas)
-        run(trainer, folder, reporter)
+        run(trainer, folder, reporter, env)
         if config.init is not None:
             with env.together("trained model"):
                 save_pretrained(trainer.model, folder / "model", tensors=trainer.engine.global_tensors(), ranks=env.everyone)
-        weights = {name: tensor.clone() for name, tensor in trainer.engine.global_tensors()} if config.compare else {}
+        weights: dict[str, Tensor] = {}
+        for name, tensor in trainer.engine.global_tensors() if config.compare else ():
+            if env.is_main:
+                weights[name] = tensor.clone()
         env.close()  # the comparison is the business of rank 0 alone, nobody waits for it
         if not env.is_main:
             return
@@ -70,7 +74,7 @@ def train(config: TrainConfig, env: Environment) -> None:
         )
 
 
-def run(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
+def run(trainer: Trainer, folder: Path, reporter: Reporter, env: Environment) -> None:
     """Trains to the last step, with all that happens on the way."""
     config = trainer.config
     reporter.validation(trainer.first_step, trainer.validate())
@@ -85,7 +89,7 @@ def run(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
             with reporter.paused():
                 reporter.validation(done, trainer.validate())
         if done % config.checkpoint_every == 0 or done == config.steps:
-            with reporter.paused():
+            with reporter.paused(), env.together("checkpoint"):
                 trainer.save(folder, done)
 
 
@@ -110,7 +114,7 @@ def _run_folder(config: TrainConfig, env: Environment) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "-m launch.train") -> None:
-    config = parse(TrainConfig, with_file(sys.argv[1:] if arguments is None else arguments), program)
+    config = parse(TrainConfig, arguments, program, from_file)
     launch(partial(train, config), config, program)
 
 

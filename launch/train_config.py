@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from launch.data import VOCABULARY, Corpus
 from launch.environment import Environment, Options, UserError
@@ -18,8 +18,6 @@ from launch.tokenizer import TOKENIZER, read_tokenizer
 from tpblock import ModelConfig
 from tpblock.formats.convert import open_checkpoint
 
-RESUMED_ALIKE = ("dropout", "dtype", "batch", "seq_len", "seed", "virtual_shards")
-"""What a resumed run may not change unnoticed: with it, the same steps would be others."""
 SIZES = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "d_ff": None}
 """Those of the small model, where the command line gives no others."""
 
@@ -30,8 +28,8 @@ class TrainConfig(Options):
     Python's standard library."""
 
     config: Path | None = None
-    """A TOML file with any of these options (batch = 16, zero_stage = 2). The command line overrides it; a run's config.toml is
-    such a file."""
+    """A TOML file with any of these options (batch = 16, zero_stage = 2), which the command line overrides. A run's config.toml
+    is such a file."""
     init: Path | None = None
     """A pretrained model to start from: a Hugging Face folder, or one that launch.shard wrote. The text is cut into the tokens of
     its tokenizer.json, or into bytes without one. The trained model is written as a folder of the same kind at the end."""
@@ -59,7 +57,8 @@ class TrainConfig(Options):
     """What keeps the data-parallel replicas together, of which there are as many as --tp goes into the ranks. ddp: each has a
     whole optimizer. fsdp2: they share parameters, gradients and optimizer state. deepspeed: they share what --zero-stage says."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """DeepSpeed's ZeRO: the replicas share nothing (0), optimizer state (1, if not given), gradients too (2), parameters too (3)."""
+    """What the replicas share under DeepSpeed: nothing (0), optimizer state (1, if not given), gradients too (2), parameters too
+    (3)."""
     steps: int = 400
     """Optimizer steps."""
     batch: int = 8
@@ -81,7 +80,8 @@ class TrainConfig(Options):
     out: Path | None = None
     """Folder of the run, which must be new or empty; if not given, the next free one of runs/1, runs/2, ..."""
     resume: Path | None = None
-    """A checkpoint to go on from (runs/1/checkpoints/step-100), saved at any number of ranks."""
+    """A checkpoint to go on from (runs/1/checkpoints/step-100), saved by ddp or fsdp2 at any number of ranks; by deepspeed at the
+    same numbers and stage."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is saved always, and the latest two are kept."""
     validate_every: int = 50
@@ -149,7 +149,7 @@ class TrainConfig(Options):
         if self.engine != "deepspeed" and self.zero_stage is not None:
             raise ValueError(f"--zero-stage {self.zero_stage} is DeepSpeed's, --engine is {self.engine}")
         if self.engine != "ddp" and env.mesh is None:
-            raise ValueError(f"--engine {self.engine} needs ranks: start it with torchrun")
+            raise ValueError(f"--engine {self.engine} needs ranks: start 2 or more with torchrun")
         if self.engine == "deepspeed" and self.resume and self.compare:
             raise ValueError(
                 "a single device cannot load DeepSpeed's checkpoints, to compare with: --resume needs --no-compare"
@@ -192,32 +192,50 @@ class TrainConfig(Options):
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def toml(self) -> str:
-        """The options that have a value, as a file for --config."""
-        values = {name: value for name, value in asdict(self).items() if value is not None and name != "config"}
-        return "".join(f"{name} = {json.dumps(value, default=str)}\n" for name, value in values.items())
+        """The options that have a value, as a file for --config; without the folder, for each run has its own."""
+        values = {name: value for name, value in asdict(self).items() if value is not None and name not in ("config", "out")}
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 
-def with_file(arguments: Sequence[str]) -> list[str]:
-    """The options of the command line after those of the file that --config names, which they override.
+def from_file(arguments: Sequence[str]) -> TrainConfig | None:
+    """The options of the file that --config names on the command line; None if it names none.
 
     Raises:
-        UserError: if the file cannot be read, or has an option that there is not.
+        UserError: if the file cannot be read, or has an option that there is not or of another type.
     """
     chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--config", type=Path)
     path = chosen.parse_known_args(arguments)[0].config
     if path is None:
-        return list(arguments)
+        return None
     try:
         options = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    known = {field.name for field in fields(TrainConfig)} - {"config"}
-    given = []
-    for name, value in options.items():
-        option = name.replace("-", "_")
-        if option not in known:
-            raise UserError(f"{path}: there is no option {name}; there are {', '.join(sorted(known))}")
-        flag = option.replace("_", "-")
-        given += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return given + list(arguments)
+    written = {field.name: str(field.type).removesuffix(" | None") for field in fields(TrainConfig) if field.name != "config"}
+    kinds = get_type_hints(TrainConfig)
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        name = option.replace("-", "_")
+        if name not in written:
+            raise UserError(f"{path}: there is no option {option}; there are {', '.join(sorted(written))}")
+        if not _is_a(value, kinds[name]):
+            kind = written[name].replace("Literal[", "one of ").replace("Path", "str").rstrip("]")
+            raise UserError(f"{path}: {option} must be {kind}, got {value!r}")
+        values[name] = Path(value) if written[name] == "Path" else value
+    return TrainConfig(**values)
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a value of a TOML file is of an option's type."""
+    if get_origin(kind) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    if choices := get_args(kind):
+        return any(_is_a(value, choice) for choice in choices)
+    return type(value) in {float: (int, float), Path: (str,)}.get(kind, (kind,))
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.replicas = 1 if self.mesh is None else self.mesh["dp"].size()
-        self.rows = self.config.batch // (self.replicas * self.config.accumulation)
+        self.micro_batches = self.replicas * self.config.accumulation
+        """Those of a step, on all replicas."""
+        self.rows = self.config.batch // self.micro_batches
         """The sequences of a replica's micro-batch."""
         config, dtype = self.config, getattr(torch, str(self.config.dtype))
         self.group = self.group.with_virtual_shards(config.virtual_shards)
@@ -61,7 +65,7 @@ class Trainer:
     @classmethod
     def single(cls, config: TrainConfig, device: torch.device, corpus: Corpus, replicas: int) -> Trainer:
         """The same steps on the single device, with as many micro-batches as all replicas have."""
-        alone = replace(config, engine="ddp", accumulation=config.accumulation * replicas)
+        alone = replace(config, engine="ddp", zero_stage=None, accumulation=config.accumulation * replicas)
         return cls(alone, single_device(), None, device, corpus)
 
     def _engine(self) -> Engine:
@@ -73,7 +77,7 @@ class Trainer:
             case "fsdp2":
                 return Fsdp2(self.model, self._optimizer, self.mesh, **options)
             case "deepspeed":
-                options |= {"stage": config.zero_stage, "micro_batch": self.rows}
+                options |= {"zero": {"stage": config.zero_stage}, "rows": self.rows}
                 return DeepSpeed(self.model, self._optimizer, self.mesh, **options)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -87,6 +91,8 @@ class Trainer:
         return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)
 
     def resume(self, path: Path) -> None:
+        if self.config.engine != "deepspeed" and any(path.glob("*mp_rank_*")):
+            raise ValueError(f"{path} was saved by DeepSpeed: go on from it with --engine deepspeed")
         try:
             extra = self.engine.load(path)
         except RuntimeError as error:  # damaged files: told in a line, on every rank
@@ -101,6 +107,12 @@ class Trainer:
                 f"{path} was saved by ranks of {threads} threads, these have {ours}, which makes other bits: "
                 f"start them with OMP_NUM_THREADS={threads}"
             )
+        parts, ours = extra.get("micro_batches"), self.micro_batches
+        if self.group.invariant and parts != ours:
+            raise ValueError(
+                f"{path} was saved by a run of {parts} micro-batches a step, this one has {ours}, which makes other bits: "
+                f"--accumulation times the replicas ({self.config.accumulation} x {self.engine.replicas.size}) must be {parts}"
+            )
         self.first_step = extra["steps"]
         if self.first_step >= self.config.steps:
             raise ValueError(
@@ -111,11 +123,12 @@ class Trainer:
         """One optimizer step. Returns loss and gradient norm, the same on every rank."""
         config, replica = self.config, self.engine.replicas
         self.engine.set_learning_rate(config.learning_rate(step))
-        batch = self.corpus.batch(
+        rows = self.corpus.batch(
             config.seq_len, config.batch, seed=config.seed, step=step, dp_rank=replica.rank, dp_size=replica.size
         )
-        check_same_batch(batch[0], self.group)
-        parts = zip(*(tensor.to(self.device).split(self.rows) for tensor in batch), strict=True)
+        batch = [tensor.to(self.device) for tensor in rows]
+        check_same_batch(batch, self.group, replica)
+        parts = zip(*(tensor.split(self.rows) for tensor in batch), strict=True)
         for number, (ids, labels) in enumerate(parts, start=replica.rank * config.accumulation):
             self.engine.micro_batch(ids, labels, step=step, first_token=number * self.rows * config.seq_len)
         loss, norm = self.engine.step()
@@ -124,41 +137,61 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss over fixed batches of held-out text."""
+        """The mean loss over fixed batches of held-out text, in micro-batches as in training."""
         config, replica, module = self.config, self.engine.replicas, self.engine.module
         module.eval()
         losses = []
         for batch in self.corpus.validation_batches(config.seq_len, config.batch, config.validation_batches):
-            ids, labels = (tensor.to(self.device).chunk(replica.size)[replica.rank] for tensor in batch)
-            losses.append(module(ids, labels=labels))
+            mine = (tensor.to(self.device).chunk(replica.size)[replica.rank].split(self.rows) for tensor in batch)
+            losses += [module(ids, labels=labels) for ids, labels in zip(*mine, strict=True)]
         module.train()
-        return self.engine.mean(torch.stack(losses)).item()
+        everyones = self.engine.everyones(torch.stack(losses)).tolist()
+        return math.fsum(everyones) / len(everyones)  # exact, so that their order does not matter
 
     def save(self, folder: Path, steps: int) -> None:
-        """Writes checkpoints/step-N, then removes older ones but the latest."""
+        """Writes checkpoints/step-N, then removes older ones but the latest.
+
+        Raises:
+            UserError: perhaps on some ranks only, if something cannot be written (a full disk).
+        """
         checkpoints = folder / "checkpoints"
-        checkpoints.mkdir(exist_ok=True)
         settings = {
             name: value if isinstance(value, int | float | None) else str(value) for name, value in asdict(self.config).items()
         }
-        self.engine.save(
-            checkpoints / f"step-{steps}", {"steps": steps, "threads": torch.get_num_threads(), "config": settings}
-        )
-        if self.group.rank == 0 and self.engine.replicas.rank == 0:
-            complete = [path for path in checkpoints.glob("step-*") if path.suffix != ".partial"]
-            complete.sort(key=lambda path: int(path.name.removeprefix("step-")))
-            for old in complete[:-KEPT_CHECKPOINTS]:
-                shutil.rmtree(old)
+        extra = {
+            "steps": steps,
+            "threads": torch.get_num_threads(),
+            "micro_batches": self.micro_batches,
+            "config": settings,
+        }
+        try:
+            checkpoints.mkdir(exist_ok=True)
+            self.engine.save(checkpoints / f"step-{steps}", extra)
+            if self.group.rank == 0 and self.engine.replicas.rank == 0:
+                complete = [path for path in checkpoints.glob("step-*") if path.suffix != ".partial"]
+                complete.sort(key=lambda path: int(path.name.removeprefix("step-")))
+                for old in complete[:-KEPT_CHECKPOINTS]:
+                    shutil.rmtree(old)
+        except (OSError, RuntimeError) as error:
+            raise UserError(str(error), code=1) from error
 
 
-def check_same_batch(ids: Tensor, group: TPGroup) -> None:
-    """A UserError on every rank if the ranks that share a copy of the model were given different token ids."""
-    mine = torch.tensor([zlib.crc32(ids.contiguous().numpy().tobytes())], device=_wire(group))
-    theirs = collectives.all_gather(mine, group, [1] * group.size).tolist()
-    if others := [rank for rank, checksum in enumerate(theirs) if checksum != theirs[0]]:
-        raise UserError(f"tensor-parallel rank {others[0]} of {group.size} was given another batch than rank 0")
+def check_same_batch(batch: Sequence[Tensor], group: TPGroup, replicas: TPGroup) -> None:
+    """A UserError on every rank of every replica if ranks that share a copy of the model were given different tokens.
 
-
-def _wire(group: TPGroup) -> torch.device:
-    nccl = group.process_group is not None and torch.distributed.get_backend(group.process_group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    Args:
+        batch: tensors on the device of the groups' backend.
+    """
+    checksum = 0
+    for tensor in batch:
+        checksum = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), checksum)
+    mine = torch.tensor([checksum], device=batch[0].device)
+    shared = collectives.all_gather(mine, group, [1] * group.size)
+    checksums = collectives.all_gather(shared, replicas, [group.size] * replicas.size).view(replicas.size, group.size)
+    for replica, (first, *others) in enumerate(checksums.tolist()):
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise UserError(
+                    f"tensor-parallel rank {rank} of {group.size} of replica {replica} was given another batch than rank 0, with "
+                    "which it shares a copy of the model"
+                )

@@ -124,7 +124,7 @@ def _as_stored(value: Tensor, layout: Layout, group: TPGroup) -> Tensor:
 
 def _participants(model: nn.Module, group: TPGroup) -> TPGroup:
     """The ranks that write or read together: the group, or under FSDP2, where replicas share parameters, all there are."""
-    if not any(is_sharded(parameter) for parameter in model.parameters()):
+    if not any(is_sharded(parameter) for _, parameter, _ in named_layouts(model)):
         return group
     assert dist.group.WORLD is not None
     return TPGroup.from_process_group(dist.group.WORLD)

@@ -13,7 +13,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.layout import Run
 
@@ -55,6 +55,15 @@ def held(tensor: Tensor) -> Held:
 def whole(tensor: Tensor) -> Tensor:
     """The TP rank's local tensor with all its rows: one all-gather over the replicas, if they share it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def cut_again(model: nn.Module) -> None:
+    """Frees what FSDP2 has gathered and not freed: after a forward pass the outermost module keeps its parameters whole for
+    backward, which does not come if the pass was without gradients. Until then its parameters are not the optimizer's."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if library else ():
+        if isinstance(module, library.FSDPModule):
+            module.reshard()
 
 
 def overlap(run: Run, rows: Run) -> Run:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel.fsdp import held, whole
+from parallel.fsdp import cut_again, held, whole
 from parallel.group import TPGroup
 from parallel.layout import Layout
 from parallel.regions import gather_pieces, take_pieces
@@ -27,8 +27,10 @@ def named_layouts(model: nn.Module) -> Iterator[NamedLayout]:
     """Every parameter of ``model`` once (a tied one under its first name) with its layout.
 
     Modules that hold cut parameters say so in a dict ``layouts``; a parameter that is in none is replicated. Names are those of
-    the model itself, also if it is wrapped (DistributedDataParallel, DeepSpeed's engine, torch.compile).
+    the model itself, also if it is wrapped (DistributedDataParallel, DeepSpeed's engine, torch.compile). Under FSDP2 the
+    parameters are the optimizer's: not to be called between a forward pass and its backward.
     """
+    cut_again(model)
     seen: set[nn.Parameter] = set()
     for path, module in unwrapped(model).named_modules():
         prefix = ".".join(word for word in path.split(".") if word not in WRAPPERS)
