@@ -130,7 +130,8 @@ class Ddp(Engine):
                 self.model, process_group=self.replicas.process_group, gradient_as_bucket_view=True
             )
             if next(self.model.parameters()).dtype.itemsize < 4:
-                self.module.register_comm_hook(self.replicas, _average_in_float32)
+                # By a lambda: it compares annotations with the classes, and here annotations are text.
+                self.module.register_comm_hook(self.replicas, lambda replicas, bucket: _average_in_float32(replicas, bucket))
         self.optimizer = make_optimizer(self.model)
 
     def backward(self, ids: Tensor, labels: Tensor, last: bool, coordinates: Mapping[str, Any]) -> Tensor:
