@@ -664,7 +664,6 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     for ended in (torchrun(2, "mine_ds.py", cwd=tmp_path), python("mine_ds.py", cwd=tmp_path)):
         assert ended.code == 0, ended.errors
         printed.append([float(x) for x in re.findall(r"(?:loss|norm) (\d+\.\d+)", ended.output)])
-        assert ended.seconds < 100
     told = [float(x) for x in re.findall(r"(?:loss|norm) (\d+\.\d+)", DOCUMENT)]
     assert len(told) == 10 and printed[0] == pytest.approx(told, abs=2e-3)
     assert printed[1] == pytest.approx(told, abs=2e-3)
