@@ -11,7 +11,8 @@ group to broadcast and average over, and over which to add up gradient norms) an
 norm counts it on every rank or on the first alone). This module gives it both, replaces what it computes wrongly beside tensor
 parallelism, and refuses what it would do wrongly in silence. docs/deepspeed.md lists these, with DeepSpeed's version.
 
-The only module that imports DeepSpeed; nothing else imports this one but who wants DeepSpeed.
+The only module that imports DeepSpeed; nothing imports this one but who wants DeepSpeed. From then on DeepSpeed's engine refuses
+a cut model without our ``mpu``, since it has no other place to notice one: ``DeepSpeedEngine.__init__`` is wrapped at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from parallel.group import TPGroup
 from parallel.layout import Layout
 from parallel.regions import gather_pieces
 from parallel.state import named_layouts
-from tpblock import Block, Decoder
+from tpblock import Block
 
 WHOLE_MATRICES = ("muon", "lamb", "adafactor", "shampoo", "lars")
 """Optimizers whose update of one element depends on the whole parameter, by words in their names."""
@@ -129,6 +130,7 @@ def initialize(
             for what is wrong beside tensor parallelism; after one exchange, if the model's parameters do not fit the mesh.
     """
     device = next(model.parameters()).device
+    _check_device(device)
     unit = mpu(_single_mesh(device) if mesh is None else mesh)
     settings = _as_json(config)
     _check_settings(settings, unit, optimizer)
@@ -139,10 +141,6 @@ def initialize(
         named = settings.get("optimizer", {})
         if named.get("type", "").lower() in ("adam", "adamw") and not _zero(settings).get("offload_optimizer"):
             named.setdefault("params", {}).setdefault("torch_adam", True)
-    if (name := get_accelerator().device_name()) != device.type:
-        raise ValueError(
-            f"the model is on {device}, DeepSpeed has chosen {name}: set DS_ACCELERATOR={device.type} before it is imported"
-        )
     index = device.index or 0
     os.environ.setdefault("LOCAL_RANK", str(index))  # it insists on it, and looks for MPI if it has to start the ranks itself
     engine, *_ = deepspeed.initialize(
@@ -242,6 +240,15 @@ def _check_settings(settings: Mapping[str, Any], unit: ModelParallelUnit, optimi
             raise ValueError(f"the DeepSpeed config's {key} {why}: it does not work beside {tp} tensor-parallel ranks")
 
 
+def _check_device(device: torch.device) -> None:
+    if device.type == "meta":
+        raise ValueError("the model has no values yet, it is on the meta device: to_empty and initialise it, or load values")
+    if (chosen := get_accelerator().device_name()) != device.type:
+        raise ValueError(
+            f"the model is on {device}, DeepSpeed has chosen {chosen}: set DS_ACCELERATOR={device.type} before it is imported"
+        )
+
+
 def _single_mesh(device: torch.device) -> DeviceMesh:
     """The mesh of one rank. DeepSpeed needs torch.distributed, and would start it through MPI."""
     if not dist.is_initialized():
@@ -318,13 +325,11 @@ def _tag(model: nn.Module) -> None:
 
 
 def _use_whole_blocks(model: nn.Module) -> None:
-    """ZeRO 3 gathers a module's parameters for the time of its ``forward``. Blocks use their linears' parameters by other
-    methods, and decoders their head's: so it is to gather those of a whole block, and the head for the decoder."""
+    """ZeRO 3 gathers a module's parameters for its ``forward``, and those of other modules when it sees them read as attributes.
+    Parallel blocks with two norms reach theirs by ``parameters()``: so it is to gather what is in a block as a whole."""
     for module in model.modules():
         if isinstance(module, Block):
             set_z3_leaf_module(module, True)
-        elif isinstance(module, Decoder):
-            deepspeed.zero.register_external_parameter(module, module.head_weight)
 
 
 # -- the engine
@@ -367,7 +372,8 @@ class TensorParallelEngine(DeepSpeedEngine):
     ) -> bool:
         """DeepSpeed's checkpoint, one file or more a rank, for the same number of ranks of each kind."""
         tag = str(tag or f"global_step{self.global_steps}")
-        if dist.get_rank() == 0:
+        rank = self.local_rank if self.use_node_local_storage() else dist.get_rank()
+        if rank == 0:
             folder = Path(save_dir, tag)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / SIZES_FILE).write_text(json.dumps(self._sizes(), indent=2))

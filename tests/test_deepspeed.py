@@ -51,6 +51,7 @@ GPT = ModelConfig(
     placement=Placement.PARALLEL,
 )
 EVEN = replace(MULTI_QUERY, vocab_size=20)
+ONE_LAYER = replace(MULTI_QUERY, layers=1)
 TWO_NORMS = replace(MULTI_QUERY, placement=Placement.PARALLEL_TWO_NORMS)
 
 
@@ -76,7 +77,13 @@ class Case:
             "train_micro_batch_size_per_gpu": BATCH // dp // self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "zero_optimization": {"stage": self.stage},
+            # By default parameters as small as these are never partitioned, and all gradients fit one bucket.
+            "zero_optimization": {
+                "stage": self.stage,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_prefetch_bucket_size": 300,
+                "reduce_bucket_size": 600,
+            },
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.dtype == "bfloat16"},
             "fp16": {"enabled": self.dtype == "float16"},
@@ -219,10 +226,13 @@ def pools(pool: Pool) -> Iterator[dict[int, Pool]]:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
 def test_ten_steps_are_those_of_one_device(pools: dict[int, Pool], tp: int, dp: int, stage: int) -> None:
-    """SGD shows a wrong clip factor, which Adam hides. Over 4 ranks all three models but GPT share KV rows, over 2 MULTI_QUERY."""
+    """SGD shows a wrong clip factor, which Adam hides. Over 4 ranks all models but GPT share KV rows, over 2 MULTI_QUERY.
+
+    ONE_LAYER in two parameter groups has the shared rows on both sides of a boundary between ZeRO's partitions.
+    """
     cases = [
         Case(UNEVEN, stage, sequence_parallel=stage % 2 == 0),
-        Case(MULTI_QUERY, stage, accumulation=2, sequence_parallel=stage % 2 == 1, groups=2),
+        Case(ONE_LAYER, stage, accumulation=2, sequence_parallel=stage % 2 == 1, groups=2),
         Case((UNEVEN, GPT, MULTI_QUERY, GPT)[stage], stage, "AdamW", accumulation=2, sequence_parallel=True),
     ]
     check(pools, tp, dp, cases)
@@ -449,6 +459,31 @@ def test_a_model_that_is_cut_for_another_number_of_ranks(pools: dict[int, Pool])
         pools[2].run_mesh(2, 1, built_for_one_rank)
 
 
+def built_on_meta(mesh: DeviceMesh) -> None:
+    model = Decoder(UNEVEN, group=TPGroup.from_mesh(mesh["tp"]), device="meta")
+    ours.initialize(model, mesh, SETTINGS, torch.optim.SGD(model.parameters()))
+
+
+class OtherAccelerator:
+    def device_name(self) -> str:
+        return "other"
+
+
+def with_another_accelerator(mesh: DeviceMesh) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "get_accelerator", OtherAccelerator)
+        initialize_with(mesh, {})
+
+
+def test_a_model_elsewhere(pools: dict[int, Pool]) -> None:
+    with pytest.raises(ValueError, match=r"the model has no values yet, it is on the meta device"):
+        pools[2].run_mesh(2, 1, built_on_meta)
+    with pytest.raises(
+        ValueError, match=r"the model is on (\w+)(:\d)?, DeepSpeed has chosen other: set DS_ACCELERATOR=\1 before"
+    ):
+        pools[2].run_mesh(2, 1, with_another_accelerator)
+
+
 def shards_without_layouts(mesh: DeviceMesh, width: int) -> None:
     """Linears cut by hand: ``width`` rows on rank 0, 4 on rank 1, with values of their own."""
     rank = mesh.get_local_rank("tp")
@@ -482,7 +517,7 @@ def test_a_model_that_zero_init_has_partitioned(pools: dict[int, Pool]) -> None:
 def without_mpu(mesh: DeviceMesh) -> list[bool]:
     model = Decoder(UNEVEN, group=TPGroup.from_mesh(mesh["tp"]))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ["LOCAL_RANK"] = str(torch.get_default_device().index or 0)
     with pytest.raises(ValueError, match=r"cut over 2 tensor-parallel ranks, and deepspeed.initialize was not told of them"):
         deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=dict(SETTINGS))
     return [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
@@ -496,7 +531,7 @@ def test_a_forgotten_mpu(pools: dict[int, Pool]) -> None:
 
 def with_mpu(mesh: DeviceMesh, case: Case) -> list[float | None]:
     model = case.make_model(TPGroup.from_mesh(mesh["tp"]))
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ["LOCAL_RANK"] = str(torch.get_default_device().index or 0)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=case.make_optimizer(model), mpu=ours.mpu(mesh), config=case.settings(mesh["dp"].size())
     )
@@ -517,7 +552,7 @@ def test_the_documented_way_in_gives_the_same_engine(pools: dict[int, Pool], sta
 
 def plain_model(mesh: DeviceMesh) -> str:
     model = nn.Linear(4, 4)
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ["LOCAL_RANK"] = str(torch.get_default_device().index or 0)
     deepspeed.utils.groups.mpu = None  # it keeps the last engine's
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=dict(SETTINGS))
     name = type(engine).__name__
@@ -616,6 +651,7 @@ DOCUMENT = (ROOT / "docs" / "deepspeed.md").read_text()
 EXAMPLE = re.search(r"```python\n(# mine_ds.py.*?)```", DOCUMENT, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun, as plain Python (which would need mpi4py), and with nothing compiled for it."""
     assert EXAMPLE is not None
@@ -628,7 +664,6 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     for ended in (torchrun(2, "mine_ds.py", cwd=tmp_path), python("mine_ds.py", cwd=tmp_path)):
         assert ended.code == 0, ended.errors
         printed.append([float(x) for x in re.findall(r"(?:loss|norm) (\d+\.\d+)", ended.output)])
-        assert ended.seconds < 100
     told = [float(x) for x in re.findall(r"(?:loss|norm) (\d+\.\d+)", DOCUMENT)]
     assert len(told) == 10 and printed[0] == pytest.approx(told, abs=2e-3)
     assert printed[1] == pytest.approx(told, abs=2e-3)
