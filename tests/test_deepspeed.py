@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -210,14 +209,6 @@ def check(pools: dict[int, Pool], tp: int, dp: int, cases: list[Case]) -> None:
                     assert distance < 1e-5, f"{where}: {name} differs by {distance:.2g}"
             update, due = (torch.cat([(b[n].float() - a[n].float()).flatten() for n in expected.after]) for a, b in pairs)
             assert (update - due).norm() < (1e-4 if exact else 0.2) * due.norm(), where
-
-
-@pytest.fixture(scope="module")
-def pools(pool: Pool) -> Iterator[dict[int, Pool]]:
-    """By number of ranks: DeepSpeed needs a mesh of the whole world."""
-    pair = Pool(2)
-    yield {2: pair, 4: pool}
-    pair.close()
 
 
 # -- the matrix

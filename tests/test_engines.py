@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -119,14 +118,6 @@ def check(run: Run, due: Run, tolerance: float, where: object) -> None:
     for name, value in due.weights.items():
         distance = (run.weights[name].float() - value.float()).abs().max().item()
         assert distance <= tolerance, f"{where}: {name} differs by {distance:.2g}"
-
-
-@pytest.fixture(scope="module")
-def pools(pool: Pool) -> Iterator[dict[int, Pool]]:
-    """By number of ranks: FSDP2's checkpoints and DeepSpeed concern the whole world."""
-    pair = Pool(2)
-    yield {2: pair, 4: pool}
-    pair.close()
 
 
 def on_mesh(mesh: DeviceMesh, cases: list[Case]) -> list[Run]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.fsdp import is_sharded
 from parallel.gradients import check_replicas, clip_grad_norm_, grad_norm, sync_replicated
 from parallel.group import TPGroup, single_device
 from parallel.state import gather_state, named_layouts, scatter_state
@@ -21,7 +22,6 @@ from tests.helpers import EXACT
 from tests.pool import Pool
 from tpblock import Decoder, ModelConfig, Norm, Placement, Position
 
-MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]  # tp, dp
 KINDS = {
     "llama": ModelConfig(vocab_size=23, dim=24, layers=2, heads=6, kv_heads=3, d_ff=10),
     "shared kv": ModelConfig(vocab_size=23, dim=24, layers=2, heads=4, kv_heads=1, d_ff=9, bias=True, tied_embeddings=True),
@@ -38,6 +38,8 @@ KINDS = {
     ),
     "parallel": ModelConfig(vocab_size=23, dim=24, layers=2, heads=4, placement=Placement.PARALLEL, d_ff=10),
 }
+Way = tuple[str, bool, str]
+"""Kind, whether with sequence parallelism, optimizer."""
 
 
 def sharded(config: ModelConfig, mesh: DeviceMesh, **options: Any) -> tuple[Decoder, TPGroup]:
@@ -72,15 +74,13 @@ def plain_steps(group: TPGroup, steps: int, path: Path, load: bool) -> dict[str,
     return trained(Decoder(KINDS["shared kv"], group=group, dtype=torch.float64), group, slice(0, 4), steps, path, load)
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(2, 2), (1, 4)])  # all ranks of the world take part
-def test_checkpoints_move_between_fsdp_and_tensor_parallelism_alone(pool: Pool, tmp_path: Path, tp: int, dp: int) -> None:
+def test_checkpoints_move_between_fsdp_and_tensor_parallelism_alone(pool: Pool, tmp_path: Path) -> None:
     """Weights and AdamW's moments: two steps here and two there are four on the single device."""
     expected = plain_steps(single_device(), 4, tmp_path / "expected", False)
-    pool.run_mesh(tp, dp, fsdp_steps, 2, tmp_path / "fsdp", False)
+    pool.run_mesh(2, 2, fsdp_steps, 2, tmp_path / "fsdp", False)
     pool.run(3, plain_steps, 2, tmp_path / "plain", False)
-    results = pool.run(3, plain_steps, 2, tmp_path / "fsdp", True) + pool.run_mesh(
-        tp, dp, fsdp_steps, 2, tmp_path / "plain", True
-    )
+    results = pool.run(3, plain_steps, 2, tmp_path / "fsdp", True)
+    results += pool.run_mesh(2, 2, fsdp_steps, 2, tmp_path / "plain", True)
     for result in results:
         for name, value in expected.items():
             assert_close(result[name], value, **EXACT)
@@ -109,7 +109,11 @@ def train(model: Any, group: TPGroup, ids: Tensor, labels: Tensor, optimizer: st
     return out
 
 
-def on_ranks(mesh: DeviceMesh, kind: str, sequence_parallel: bool, optimizer: str) -> dict[str, Any]:
+def on_ranks(mesh: DeviceMesh, ways: list[Way]) -> list[dict[str, Any]]:
+    return [on_rank(mesh, *way) for way in ways]
+
+
+def on_rank(mesh: DeviceMesh, kind: str, sequence_parallel: bool, optimizer: str) -> dict[str, Any]:
     model, group = sharded(KINDS[kind], mesh, sequence_parallel=sequence_parallel)
     assert [name for name, _, _ in named_layouts(model)] == [n for n, _, _ in named_layouts(Decoder(KINDS[kind], group=group))]
     ids, labels = batch()
@@ -118,26 +122,33 @@ def on_ranks(mesh: DeviceMesh, kind: str, sequence_parallel: bool, optimizer: st
     out = train(model, group, ids[rows], labels[rows], optimizer)
     check_replicas(model, group)
     before = gather_state(model, group)
+    with torch.no_grad():
+        model(ids[rows])  # leaves the outermost module's parameters whole
     sync_replicated(model, group)
     scatter_state(model, {name: value * 2 for name, value in before.items()}, group)
+    assert all(is_sharded(parameter) for parameter in model.parameters())
     for name, value in gather_state(model, group).items():
         assert torch.equal(value, before[name] * 2)
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tp", "dp"), MESHES)
-def test_training_equals_the_single_device(pool: Pool, tp: int, dp: int, kind: str) -> None:
-    for sequence_parallel, optimizer in ((False, "sgd"), (True, "adamw")):
-        expected = train(
-            Decoder(KINDS[kind], group=single_device(), dtype=torch.float64), single_device(), *batch(), optimizer
-        )
-        results = pool.run_mesh(tp, dp, on_ranks, kind, sequence_parallel, optimizer)
-        losses = torch.tensor([result["losses"] for result in results]).double().mean(0)
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2), (1, 4)])
+def test_training_equals_the_single_device(pool: Pool, tp: int, dp: int) -> None:
+    ways: list[Way] = [
+        ("llama", False, "sgd"),
+        ("shared kv", True, "sgd"),
+        ("gpt", True, "adamw"),
+        ("parallel", True, "sgd"),
+    ]
+    outcomes = pool.run_mesh(tp, dp, on_ranks, ways)
+    for i, (kind, _, optimizer) in enumerate(ways):
+        alone = Decoder(KINDS[kind], group=single_device(), dtype=torch.float64)
+        expected = train(alone, single_device(), *batch(), optimizer)
+        losses = torch.tensor([results[i]["losses"] for results in outcomes]).double().mean(0)
         assert_close(losses, torch.tensor(expected["losses"]).double(), rtol=1e-6, atol=0)
-        for result in results:
+        for result in (results[i] for results in outcomes):
             assert_close(result["norms"], expected["norms"], **EXACT)
             assert_close(result["p"], expected["p"], **EXACT)
             for what in ("grads", "weights"):
                 for name, value in expected[what].items():
-                    assert_close(result[what][name], value, **EXACT, msg=lambda m, name=name, what=what: f"{what} {name}: {m}")
+                    assert_close(result[what][name], value, **EXACT, msg=lambda m, n=name, w=what, k=kind: f"{k} {w} {n}: {m}")
