@@ -29,6 +29,10 @@ PRETRAINED = 10
 """By how much a model that was trained before may differ more in the first steps: its layers are many, and its weights amplify
 rounding (SmolLM2-135M on 2 ranks: gradient norms 2e-5 apart in float32, 2e-12 in float64, losses 1.4e-2 in bfloat16)."""
 
+COPIED = 10
+"""The same for DeepSpeed in bfloat16, whose optimizer changes a float32 copy of the weights: it keeps the small changes of the
+first steps, which bfloat16 rounds away (gradient norms 1e-2 apart in step 3 of the small model)."""
+
 
 @dataclass
 class Trace:

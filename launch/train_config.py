@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from launch.data import VOCABULARY, Corpus
 from launch.environment import Environment, Options, UserError
-from launch.report import PRETRAINED, TOLERANCES, Tolerances
+from launch.report import COPIED, PRETRAINED, TOLERANCES, Tolerances
 from launch.tokenizer import TOKENIZER, read_tokenizer
 from tpblock import ModelConfig
 from tpblock.formats.convert import open_checkpoint
@@ -150,6 +150,8 @@ class TrainConfig(Options):
             raise ValueError(f"--zero-stage {self.zero_stage} is DeepSpeed's, --engine is {self.engine}")
         if self.engine != "ddp" and env.mesh is None:
             raise ValueError(f"--engine {self.engine} needs ranks: start 2 or more with torchrun")
+        if self.engine == "deepspeed" and self.dtype == "float64":
+            raise ValueError("--engine deepspeed trains in float32 or bfloat16, not in float64")
         if self.engine == "deepspeed" and self.resume and self.compare:
             raise ValueError(
                 "a single device cannot load DeepSpeed's checkpoints, to compare with: --resume needs --no-compare"
@@ -183,7 +185,8 @@ class TrainConfig(Options):
         if self.virtual_shards is not None:
             return 0.0, 0.0
         early, late = TOLERANCES[str(self.dtype)]
-        return early * (1 if self.init is None else PRETRAINED), late
+        copied = self.engine == "deepspeed" and self.dtype == "bfloat16"
+        return early * (1 if self.init is None else PRETRAINED) * (COPIED if copied else 1), late
 
     def learning_rate(self, step: int) -> float:
         if step < self.warmup:

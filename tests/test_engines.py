@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -127,8 +127,9 @@ def on_mesh(mesh: DeviceMesh, cases: list[Case]) -> list[Run]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
-def test_ten_steps_are_those_of_one_device(pools: dict[int, Pool], tp: int, dp: int, engine: str) -> None:
-    """With and without sequence parallelism and accumulation, either optimizer with each."""
+def test_c29_c30_ten_steps_are_those_of_one_device(pools: dict[int, Pool], tp: int, dp: int, engine: str) -> None:
+    """With and without sequence parallelism and accumulation, either optimizer with each. Averages over replicas are sums divided
+    by their number, whatever the backend makes of an average."""
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (make install says why)")
     ways = list(product((False, True) if tp > 1 else (False,), (1, 2)))
@@ -271,3 +272,24 @@ def test_replicas_see_the_rows_of_one_global_batch(pools: dict[int, Pool]) -> No
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     rows, _ = Corpus(TEXT, TEXT).batch(6, 8, seed=0, step=0)
     assert torch.equal(torch.cat([seen[0], seen[2]]), rows) and len(rows.unique(dim=0)) == 8
+
+
+# -- the optimizer
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    trainer = Trainer(TINY, single_device(), None, torch.device("cpu"), Corpus(TEXT, TEXT))
+    model = Decoder(replace(MODEL, vocab_size=256), group=single_device())
+    optimizer = trainer._optimizer(model)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert decays[parameter] == (0.0 if "norm" in name or name.endswith("bias") else TINY.weight_decay), name
+    assert set(decays.values()) == {0.0, 0.1}
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    config = TrainConfig(lr=2.0, warmup=4, steps=12)
+    rates = [config.learning_rate(step) for step in range(13)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[8] == pytest.approx(1.1) and rates[12] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)

@@ -405,7 +405,7 @@ def test_a_replica_that_cannot_save_stops_all(tmp_path: Path) -> None:
     ended = torchrun(2, "full.py", *TINY, "--tp", "1", "--steps", "9", "--checkpoint-every", "2", "--out", "run", cwd=tmp_path)
     assert ended.code != 0 and list(losses(tmp_path / "run")) == [1, 2]
     assert ended.errors.splitlines()[0] == "error: rank 0: [Errno 28] No space left on device"
-    assert ended.errors.count("Traceback") == 0
+    assert "launch/" not in ended.errors  # no traceback of ours
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_a_replica_that_cannot_save_stops_all(tmp_path: Path) -> None:
         ("batch = true", "batch must be int, got True"),
         ("sequence-parallel = 1", "sequence-parallel must be bool, got 1"),
         ("zero_stage = 4", "zero_stage must be one of 0, 1, 2, 3, got 4"),
-        ("engine = 'fsdp'", 'engine must be one of "ddp", "fsdp2", "deepspeed", got \'fsdp\''),
+        ("engine = 'fsdp'", "engine must be one of 'ddp', 'fsdp2', 'deepspeed', got 'fsdp'"),
         ("out = 3", "out must be str, got 3"),
         ("batch = ", "Invalid value"),
     ],
