@@ -82,7 +82,10 @@ def stop_ids(checkpoint: Checkpoint) -> list[int]:
     for fields in (read_json(path) if path.exists() else {}, checkpoint.hf.config):
         ids = fields.get("eos_token_id")
         if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(id_, int) and abs(id_) < 1 << 31 for id_ in ids):
+                raise ValueError(f"{checkpoint.path}: eos_token_id must be a token id or several, got {ids!r}")
+            return ids
     return []
 
 

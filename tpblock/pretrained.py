@@ -65,7 +65,7 @@ def load_pretrained(
     with together(group, CheckpointError):
         model.to_empty(device=device or "cpu")
         replicated = _fill(model, checkpoint, finite)
-    _check_alike("weights of the norms", replicated, group)
+    _check_alike("replicated weights", replicated, group)
     model.origin = checkpoint
     return model
 
@@ -133,7 +133,10 @@ def _fill(model: Decoder, checkpoint: Checkpoint, finite: bool) -> str:
     """Reads this rank's slices into the parameters. Returns a checksum of the replicated ones."""
     repeated = [(stored, entry) for stored, entry in checkpoint.copies.values() if checkpoint.ranks == 1]
     checksum = 0
-    for name, parameter, layout in named_layouts(model):
+    entries = list(named_layouts(model))
+    if ignored := sorted(checkpoint.source.keys() - {name for name, _, _ in entries}):
+        raise CheckpointError(f"the config given makes no {', '.join(ignored[:8])}, which {checkpoint.path} has")
+    for name, parameter, layout in entries:
         if name not in checkpoint.source or checkpoint.layouts[name].shape != layout.shape:
             shape = checkpoint.layouts[name].shape if name in checkpoint.source else "none"
             raise CheckpointError(f"the config given makes {name} of shape {layout.shape}, {checkpoint.path} has {shape}")
@@ -161,5 +164,5 @@ def _check_alike(what: str, fingerprint: str, group: TPGroup) -> None:
     texts = exchange(fingerprint, group)
     if others := [str(rank) for rank, text in enumerate(texts) if text != texts[0]]:
         raise CheckpointError(
-            f"rank {', '.join(others)} has another {what} than rank 0: all ranks must load the same checkpoint"
+            f"rank {', '.join(others)} and rank 0 do not have the same {what}: all ranks must load the same checkpoint"
         )

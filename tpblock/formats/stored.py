@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import torch
@@ -255,15 +254,15 @@ def copy(target: StoredTensor, tensor: Tensor, source: Source, *, finite: bool =
 
 
 def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator[Tensor]:
-    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous, valid until the one after the next is asked for.
+    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous, valid until the next one is asked for.
 
     Rows that lie in the source as they are wanted are not copied: the block is the mapped file.
     """
     each = max(1, BLOCK_BYTES // max(1, math.prod(target.shape[1:]) * dtype.itemsize))
-    buffers = cycle(torch.empty((min(each, target.shape[0]), *target.shape[1:]), dtype=dtype) for _ in range(2))
+    buffer = torch.empty((min(each, target.shape[0]), *target.shape[1:]), dtype=dtype)
     for first in range(0, target.shape[0], each):
         part = target.cut(0, first, min(first + each, target.shape[0]))
-        block = next(buffers)[: part.shape[0]]
+        block = buffer[: part.shape[0]]
         for view, values in regions(part, block, source):
             if view.shape == block.shape and view.is_contiguous() and values.is_contiguous() and values.dtype == dtype:
                 block = values
