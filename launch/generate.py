@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from launch.environment import Environment, Options, launch, make_deterministic, parse
 from launch.tokenizer import TextStream, encode, read_tokenizer
+from parallel.rng import check_word
 from tpblock import Decoder, load_pretrained
 from tpblock.formats.checkpoint import Checkpoint
 from tpblock.formats.convert import open_checkpoint
@@ -133,6 +134,7 @@ def run(config: GenerateConfig, env: Environment) -> None:
                 f"--prompt and --ids cannot go together, got {len(config.prompt)} texts and {len(config.ids)} ids"
             )
         check_sampling(config.temperature, config.top_k, config.top_p)
+        check_word("seed", config.seed)
         checkpoint = open_checkpoint(config.folder)
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint.dtype()
         # Rank 0 alone reads stdin and talks, so that it alone needs the tokenizer.

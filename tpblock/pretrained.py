@@ -25,6 +25,9 @@ from tpblock.formats.meta import MetaOptions
 from tpblock.formats.stored import InMemory, StoredTensor, copy, difference, shard_tensor, whole_tensor
 from tpblock.model import Decoder
 
+NOT_STORED = ("dropout", "attention_dropout", "init_std")
+"""Fields of a config that say how a model is trained, and are not in the folders that it is read from."""
+
 
 def load_pretrained(
     folder: str | Path,
@@ -62,6 +65,8 @@ def load_pretrained(
         model = Decoder(config or checkpoint.config, group=group, device="meta", dtype=dtype or checkpoint.dtype(), **options)
         fingerprint = _fingerprint(checkpoint)
     _check_alike("folder", fingerprint, group)
+    settings = (model.config, dtype, model.group.virtual_shards, model.sequence_parallel, finite)
+    _check_alike("config or options", repr(settings), group)
     with together(group, CheckpointError):
         model.to_empty(device=device or "cpu")
         replicated = _fill(model, checkpoint, finite)
@@ -82,12 +87,17 @@ def save_pretrained(model: Decoder, folder: str | Path, *, max_shard_size: int |
 
     Raises:
         CheckpointError: on every rank, if ``folder`` is there already, something cannot be written (a full disk), or the model
-            is not one that load_pretrained made.
+            is not one that load_pretrained made, with the config of its folder but for dropout.
     """
     checkpoint, group = model.origin, model.group
     if checkpoint is None:
         raise CheckpointError(
             "only a model that load_pretrained made can be written as a Hugging Face folder: this one was not"
+        )
+    described, ours = ({k: v for k, v in vars(c).items() if k not in NOT_STORED} for c in (checkpoint.config, model.config))
+    if changed := [f"{name} {described[name]}, the model has {ours[name]}" for name in ours if ours[name] != described[name]]:
+        raise CheckpointError(
+            f"the config.json of {checkpoint.path} would not describe this model: it has {'; '.join(changed)}"
         )
     kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
     plan = hf_plan(checkpoint, kinds, max_shard_size)

@@ -17,7 +17,7 @@ from parallel.state import named_layouts
 from tpblock.config import ModelConfig
 from tpblock.families import Family, family_of
 from tpblock.formats.files import CheckpointError, Entry, read_json
-from tpblock.formats.stored import Source, StoredTensor, assert_covered, hf_tensors
+from tpblock.formats.stored import Source, StoredTensor, check_covered, hf_tensors
 from tpblock.model import Decoder
 
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".md")
@@ -125,7 +125,7 @@ def stored_as(parameter: str, layout: Layout, family: Family, config: ModelConfi
     if pattern not in family.tensors:
         raise CheckpointError(f"the model has {parameter}, which models of this family lack")
     tensors = hf_tensors(parameter, layout, family.tensors[pattern], config)
-    assert_covered(tensors.values(), layout.shape)
+    check_covered(parameter, tensors.values(), layout.shape)
     return tensors
 
 

@@ -140,14 +140,16 @@ def _hf_config(
     max_seq_len = options.max_seq_len or params.get("max_seq_len")
     if max_seq_len is None:
         raise CheckpointError(
-            f"{folder / PARAMS} does not say how long sequences may be, which max_seq_len (--max-seq-len) has to: "
+            f"{folder / PARAMS} does not say how long sequences may be, which --max-seq-len of launch.shard and "
+            "launch.merge has to, or load_pretrained(meta=MetaOptions(max_seq_len=...)): "
             "2048 for Llama 1, 4096 for Llama 2, 8192 for Llama 3, 131072 for Llama 3.1 and later"
         )
     scaling = None
     if params.get("use_scaled_rope"):
         if options.rope_factor is None:
             raise CheckpointError(
-                f"{folder / PARAMS} has use_scaled_rope without its factor, which rope_factor (--rope-factor) has to give: "
+                f"{folder / PARAMS} has use_scaled_rope without its factor, which --rope-factor of launch.shard and "
+                "launch.merge has to give, or load_pretrained(meta=MetaOptions(rope_factor=...)): "
                 "8 for Llama 3.1 and 3.3, 32 for Llama 3.2"
             )
         scaling = {

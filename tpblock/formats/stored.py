@@ -274,7 +274,7 @@ def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator
 def difference(target: StoredTensor, tensor: Tensor, source: Source) -> float:
     """The largest difference between ``tensor`` and what the source would fill it with; 0 if and only if all bits are the same
     (after the conversion to the tensor's dtype)."""
-    return max((apart(view, values.to(view.dtype)) for view, values in regions(target, tensor, source)), default=0.0)
+    return max((apart(view, values.to(view)) for view, values in regions(target, tensor, source)), default=0.0)
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -290,7 +290,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(whole_numbers[tensor.dtype.itemsize])
 
 
-def assert_covered(tensors: Iterable[StoredTensor], shape: tuple[int, ...]) -> None:
-    """An AssertionError unless the tensors hold as many elements as the parameter (a mistake in a family's table)."""
+def check_covered(parameter: str, tensors: Iterable[StoredTensor], shape: tuple[int, ...]) -> None:
+    """A ValueError unless the tensors hold as many elements as the parameter: a mistake in a family's table."""
     held = sum(math.prod(run.length for run in extent.box) for tensor in tensors for extent in tensor.extents)
-    assert held == math.prod(shape), (held, shape)
+    if held != math.prod(shape):
+        raise ValueError(f"the family's table stores {held:,} numbers of {parameter}, which has {math.prod(shape):,}: {shape}")
