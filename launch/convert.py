@@ -52,7 +52,7 @@ def run(program: Callable[[T], None], kind: type[T], arguments: Sequence[str] | 
     """Runs a program with the options of its command line. ``name``: "-m launch.shard", or "tpblock shard"."""
     options = tyro.cli(kind, args=arguments, prog=name.replace("-m", "python -m"), config=(tyro.conf.FlagCreatePairsOff,))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
-    torch.set_num_threads(1)  # one thread gathers and another writes; more would take their cores
+    torch.set_num_threads(1)  # copying is bound by memory; threads would wait for each other, and for other programs
     try:
         program(options)
     except (CheckpointError, OSError) as error:

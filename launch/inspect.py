@@ -124,9 +124,8 @@ def held(stored: StoredTensor, layout: Layout) -> str:
         names = dict.fromkeys(
             p.name for p in layout.parts for run in runs if starts[p.name] <= run.start < starts[p.name] + p.size
         )
-    return f"{stored.parameter.rsplit('.', 2)[-2]}: {', '.join(names) or 'all'}" + (
-        ", transposed" if stored.transposed else ""
-    )
+    module = stored.parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    return f"{module}: {', '.join(names) or 'all'}" + (", transposed" if stored.transposed else "")
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "-m launch.inspect") -> None:

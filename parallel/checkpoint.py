@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel import collectives
+from parallel.agreement import together
 from parallel.fsdp import held, is_sharded, overlap
 from parallel.group import TPGroup
 from parallel.layout import Layout, Piece, Run
@@ -189,9 +189,11 @@ def save_checkpoint(
     """
     path, everyone = Path(path), _participants(model, group)
     partial = path.with_name(path.name + ".partial")
-    if everyone.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left, perhaps of more ranks
-    _agree(path.exists(), everyone, f"the checkpoint {path} exists already")
+    with together(everyone, ValueError):
+        if everyone.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left, perhaps of more ranks
+        if path.exists():
+            raise ValueError(f"the checkpoint {path} exists already")
     state: dict[str, Any] = {}
     for name, parameter, layout in named_layouts(model):
         state[name] = _as_stored(parameter.detach(), layout, group)
@@ -199,14 +201,13 @@ def save_checkpoint(
             shaped = torch.is_tensor(value) and value.shape == parameter.shape
             state[f"optimizer.{name}.{key}"] = _as_stored(value, layout, group) if shaped else torch.as_tensor(value)
     _run(lambda: dcp.save(state, checkpoint_id=partial, **_among(everyone)), f"writing the checkpoint {path}")
-    failure = None
-    if everyone.rank == 0:
-        try:
-            (partial / "extra.json").write_text(json.dumps(dict(extra or {}), indent=2))
-            partial.rename(path)
-        except OSError as error:
-            failure = error
-    _agree(failure is not None, everyone, f"writing the checkpoint {path} failed: {failure or 'see rank 0'}", RuntimeError)
+    with together(everyone, RuntimeError):
+        if everyone.rank == 0:
+            try:
+                (partial / "extra.json").write_text(json.dumps(dict(extra or {}), indent=2))
+                partial.rename(path)
+            except OSError as error:
+                raise RuntimeError(f"writing the checkpoint {path} failed: {error}") from error
 
 
 def load_checkpoint(
@@ -223,10 +224,14 @@ def load_checkpoint(
         RuntimeError: on every rank and with the model unchanged, if reading fails.
     """
     path, everyone = Path(path), _participants(model, group)
-    _agree(not (path / "extra.json").is_file(), everyone, f"{path} is not a complete checkpoint (it has no extra.json)")
-    stored, extra = _read_index(path, everyone)
+    with together(everyone, ValueError):
+        if not (path / "extra.json").is_file():
+            raise ValueError(f"{path} is not a complete checkpoint (it has no extra.json)")
+    with together(everyone, RuntimeError):
+        stored, extra = _read_index(path)
     entries = list(named_layouts(model))
-    _check_stored(path, {k: v for k, v in stored.items() if not k.startswith("optimizer.")}, entries)
+    with together(everyone, ValueError):
+        _check_stored(path, {k: v for k, v in stored.items() if not k.startswith("optimizer.")}, entries)
     weights = [torch.empty_like(parameter, requires_grad=False) for _, parameter, _ in entries]
     state = {e.name: _as_stored(local, e.layout, group) for e, local in zip(entries, weights, strict=True)}
     moments: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for _, parameter, _ in entries}
@@ -260,18 +265,12 @@ def load_checkpoint(
     return extra
 
 
-def _read_index(path: Path, group: TPGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the checkpoint says it holds, and its ``extra``."""
-    stored: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    reason = ""
     try:
-        stored = _Reader(path).read_metadata().state_dict_metadata
-        extra = json.loads((path / "extra.json").read_text())
+        return _Reader(path).read_metadata().state_dict_metadata, json.loads((path / "extra.json").read_text())
     except Exception as error:  # a damaged pickle raises nearly anything
-        reason = _reason(error)
-    _agree(bool(reason), group, f"reading the checkpoint {path} failed: {reason or 'see the other ranks'}", RuntimeError)
-    return stored, extra
+        raise RuntimeError(f"reading the checkpoint {path} failed: {_reason(error)}") from error
 
 
 def _counters_beside(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -295,16 +294,7 @@ def _check_stored(path: Path, stored: Mapping[str, Any], entries: Sequence[Named
 
 
 def _among(group: TPGroup) -> dict[str, Any]:
-    return {"process_group": group.process_group, "no_dist": group.size == 1}
-
-
-def _agree(failed: bool, group: TPGroup, message: str, kind: type[Exception] = ValueError) -> None:
-    """Raises on every rank if something failed on any."""
-    device = torch.device("cpu")
-    if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    if collectives.all_reduce(torch.tensor([float(failed)], device=device), group, "max").item():
-        raise kind(message)
+    return {"no_dist": True} if group.size == 1 else {"process_group": group.connected}
 
 
 def _reason(error: BaseException) -> str:

@@ -146,8 +146,9 @@ REFUSED = [
     (IDS[0], 1, {}, r"of shape \(5,\)"),
     (IDS + 44, 1, {}, "the token id 53 is not in the model's vocabulary of 53"),
     (IDS - 2, 1, {}, "the token id -1 is not in the model's vocabulary of 53"),
-    (IDS, 1, {"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
-    (IDS, 1, {"temperature": float("nan")}, "temperature must be finite and not negative, got nan"),
+    (IDS, 1, {"temperature": -0.5}, "temperature must be 0, or finite and at least 1e-06, got -0.5"),
+    (IDS, 1, {"temperature": float("nan")}, "temperature must be 0, or finite and at least 1e-06, got nan"),
+    (IDS, 1, {"temperature": 1e-40}, "temperature must be 0, or finite and at least 1e-06, got 1e-40"),
     (IDS, 1, {"top_k": 0}, "top_k must be at least 1, got 0"),
     (IDS, 1, {"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
     (IDS, 1, {"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
@@ -160,6 +161,16 @@ def test_refusals(ids: Tensor, new: int, options: dict[str, Any], message: str) 
     """Before the first token is asked for."""
     with pytest.raises(ValueError, match=message):
         generate(decoder(single_device()), ids, new, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_tokens_of_logits_that_are_not_finite(value: float, temperature: float) -> None:
+    model = decoder(single_device())
+    with torch.no_grad():
+        model.stack.norm.weight[0] = value
+    with pytest.raises(ValueError, match="the logits of new token 1 are not finite numbers"):
+        list(generate(model, IDS, 2, temperature=temperature))
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
@@ -260,6 +271,13 @@ def test_the_folder_says_which_tokens_end_a_text(
     assert stop_ids(replace(checkpoint, path=tmp_path, hf=hf)) == expected
 
 
+@pytest.mark.parametrize("ids", ["2", [2, None], 1 << 80])
+def test_what_ends_a_text_has_to_be_token_ids(tiny: Path, tmp_path: Path, ids: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="eos_token_id must be a token id or several, got"):
+        stop_ids(replace(open_checkpoint(tiny), path=tmp_path))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -267,7 +285,7 @@ def test_the_folder_says_which_tokens_end_a_text(
         ({"prompt": ("x",), "max_new_tokens": 63}, "a prompt of 2 tokens and 63 new ones are longer than .* max_seq_len 64"),
         ({"ids": (300,)}, "the token id 300 is not in the model's vocabulary of 300"),
         ({"prompt": ("x\udcff",)}, r"the tokenizer cannot read 'x\\udcff': "),
-        ({"prompt": ("x",), "temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
+        ({"prompt": ("x",), "temperature": -1.0}, "temperature must be 0, or finite and at least 1e-06, got -1.0"),
         ({"prompt": ("x",), "max_new_tokens": 9, "virtual_shards": 7}, "6 query heads cannot be dealt over 7"),
     ],
 )

@@ -246,7 +246,7 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "architectures of lists": (config(architectures=[["LlamaForCausalLM"]]), "config.json makes no model|is not supported"),
     "architectures of numbers": (config(architectures=[1]), "architecture 1 is not supported"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantization_config: quantised weights are not"),
-    "layers past all": (config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000, at most 10000"),
+    "layers past all": (config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000, the number of layers is 1 to 10000"),
     "layers past the tensors": (config(num_hidden_layers=9999), "a model of 9999 layers, the files hold 21 tensors"),
     "a layer more": (config(num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
     "a layer less": (config(num_hidden_layers=1), "tensors that the model lacks: model.layers.1"),
@@ -259,8 +259,18 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "heads that do not divide": (config(num_attention_heads=3), "dim 8 is not a multiple of heads 3"),
     "KV heads that do not divide": (config(num_key_value_heads=3), "heads 4 is not a multiple of kv_heads 3"),
     "unknown activation": (config(hidden_act="tanh"), "hidden_act = 'tanh' is not supported"),
-    "rope_parameters a list": (config(rope_parameters=[1]), "config.json makes no model"),
-    "rope type a list": (config(rope_scaling={"rope_type": ["linear"], "factor": 2.0}), "config.json"),
+    "rope_parameters a list": (config(rope_parameters=[1]), r"rope_parameters must be an object or null, got \[1\]"),
+    "rope type a list": (
+        config(rope_scaling={"rope_type": ["linear"], "factor": 2.0}),
+        r"rope type \['linear'\] is not supported",
+    ),
+    "rope type an empty list": (config(rope_scaling={"rope_type": []}), r"rope type \[\] is not supported"),
+    "rope_theta a text": (config(rope_theta="10000"), "rope_theta must be a finite number, got '10000'"),
+    "rope_theta true": (config(rope_theta=True), "rope_theta must be a finite number, got True"),
+    "rope_theta past all": (config(rope_theta=10**400), "rope_theta must be a finite number, got 10"),
+    "rms_norm_eps past all": (config(rms_norm_eps=10**400), "norm_eps must be a finite number, got 10"),
+    "activation a list": (config(hidden_act=[]), r"hidden_act = \[\] is not supported"),
+    "biases a text": (config(attention_bias="false"), "attention_bias must be true or false, got 'false'"),
 }
 LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 16} | {
     "factor": 8.0,
@@ -355,7 +365,7 @@ SHARDED: dict[str, tuple[Change, str]] = {
     "no hf_config": (manifest("hf_config", value={}), "architecture None is not supported"),
     "hf_config null": (manifest("hf_config", value=None), f"{MANIFEST}: hf_config: "),
     "another config": (manifest("hf_config", "num_hidden_layers", value=1), "tensors that the model lacks: stack.blocks.1"),
-    "layers past all": (manifest("hf_config", "num_hidden_layers", value=10**9), "at most 10000"),
+    "layers past all": (manifest("hf_config", "num_hidden_layers", value=10**9), "is 1 to 10000"),
     "fewer heads than ranks": (
         both(manifest("hf_config", "num_attention_heads", value=1), manifest("hf_config", "num_key_value_heads", value=1)),
         rf"{MANIFEST}: 1 query heads cannot be dealt over 2",
@@ -678,13 +688,15 @@ def test_more_ranks_than_heads(pool: Pool, tmp_path: Path) -> None:
 def test_ranks_with_different_folders(pool: Pool, originals: dict[str, Path], tmp_path: Path) -> None:
     llama = originals["llama"]
     other_config = write_folder(tmp_path / "config", llama_tensors(), rope_theta=2e4)
-    check_each_refuses(pool, [llama, llama, other_config], "rank 2 has another folder than rank 0")
+    check_each_refuses(pool, [llama, llama, other_config], "rank 2 and rank 0 do not have the same folder")
     other_weights = write_folder(tmp_path / "weights", llama_tensors(seed=1))
-    check_each_refuses(pool, [llama, other_weights], "rank 1 has another folder than rank 0")
-    check_each_refuses(pool, [llama, originals["sharded"]], "rank 1 has another folder than rank 0")
+    check_each_refuses(pool, [llama, other_weights], "rank 1 and rank 0 do not have the same folder")
+    check_each_refuses(pool, [llama, originals["sharded"]], "rank 1 and rank 0 do not have the same folder")
     one_norm = llama_tensors()
     one_norm[NORM][-1] += 1
-    check_each_refuses(pool, [llama, write_folder(tmp_path / "norm", one_norm)], "rank 1 has another weights of the norms")
+    check_each_refuses(
+        pool, [llama, write_folder(tmp_path / "norm", one_norm)], "rank 1 and rank 0 do not have the same replicated weights"
+    )
 
 
 def test_a_folder_that_one_rank_cannot_read(pool: Pool, originals: dict[str, Path], tmp_path: Path) -> None:

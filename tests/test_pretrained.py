@@ -116,7 +116,7 @@ def test_index_outside_the_folder(folder: Path) -> None:
 
 
 def test_another_config(original: Path) -> None:
-    """With dropout, whose masks follow the seed; one with parameters that the folder has no values for is refused."""
+    """With dropout, whose masks follow the seed; one that has other parameters than the folder is refused."""
     config = dataclasses.replace(read_config(original)[0], dropout=0.5)
     ids = torch.arange(12).view(1, 12)
     losses = [
@@ -126,6 +126,8 @@ def test_another_config(original: Path) -> None:
     assert losses[0] == losses[1] != losses[2]
     for changes, fault in (
         ({"bias": True}, r"makes stack\.blocks\.0\.attention\.qkv\.bias of shape \(72,\), .* has none"),
+        ({"layers": config.layers - 1}, r"makes no stack\.blocks\.\d\.attention\.out\.weight, .*, which .* has"),
+        ({"tied_embeddings": True}, r"makes no head\.weight, which .* has"),
         ({"d_ff": 49}, r"makes stack\.blocks\.0\.feedforward\.up\.weight of shape \(98, 36\), .* has \(100, 36\)"),
     ):
         with pytest.raises(CheckpointError, match=f"the config given {fault}"):

@@ -13,6 +13,9 @@ from tpblock.cache import KVCache
 from tpblock.config import ModelConfig
 from tpblock.model import Decoder
 
+LEAST_TEMPERATURE = 1e-6
+"""That is as good as greedy already, and logits divided by much less overflow."""
+
 
 def generate(
     model: Decoder,
@@ -39,7 +42,8 @@ def generate(
         stop: token ids that end a sequence. The others of the batch go on, while it repeats that token.
 
     Raises:
-        ValueError: if a number is out of range, or prompt and new tokens are longer than the model's ``max_seq_len``.
+        ValueError: if a number is out of range, or prompt and new tokens are longer than the model's ``max_seq_len``; at a
+            step, if the logits are not finite numbers.
     """
     check_request(model.config, ids, max_new_tokens)
     check_sampling(temperature, top_k, top_p)
@@ -66,8 +70,8 @@ def check_request(config: ModelConfig, ids: Tensor, max_new_tokens: int) -> None
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """A ValueError if one is out of range."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0, or finite and at least {LEAST_TEMPERATURE:g}, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -116,6 +120,10 @@ def _steps(
     stop_ids = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     for step in range(cache.max_len - ids.shape[1]):
         logits = model.next_logits(new, cache)
+        if not logits.amax(-1).isfinite().all():  # on every rank: all have the same logits
+            raise ValueError(
+                f"the logits of new token {step + 1} are not finite numbers: the weights are damaged, or overflow"
+            )
         if temperature == 0:
             tokens = logits.argmax(-1)  # the first of several
         else:

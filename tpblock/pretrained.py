@@ -25,6 +25,9 @@ from tpblock.formats.meta import MetaOptions
 from tpblock.formats.stored import InMemory, StoredTensor, copy, difference, shard_tensor, whole_tensor
 from tpblock.model import Decoder
 
+NOT_STORED = ("dropout", "attention_dropout", "init_std")
+"""Fields of a config that say how a model is trained, and are not in the folders that it is read from."""
+
 
 def load_pretrained(
     folder: str | Path,
@@ -62,10 +65,12 @@ def load_pretrained(
         model = Decoder(config or checkpoint.config, group=group, device="meta", dtype=dtype or checkpoint.dtype(), **options)
         fingerprint = _fingerprint(checkpoint)
     _check_alike("folder", fingerprint, group)
+    settings = (model.config, dtype, model.group.virtual_shards, model.sequence_parallel, finite)
+    _check_alike("config or options", repr(settings), group)
     with together(group, CheckpointError):
         model.to_empty(device=device or "cpu")
         replicated = _fill(model, checkpoint, finite)
-    _check_alike("weights of the norms", replicated, group)
+    _check_alike("replicated weights", replicated, group)
     model.origin = checkpoint
     return model
 
@@ -91,12 +96,17 @@ def save_pretrained(
 
     Raises:
         CheckpointError: on every rank, if ``folder`` is there already, something cannot be written (a full disk), or the model
-            is not one that load_pretrained made.
+            is not one that load_pretrained made, with the config of its folder but for dropout.
     """
     checkpoint, group = model.origin, model.group
     if checkpoint is None:
         raise CheckpointError(
             "only a model that load_pretrained made can be written as a Hugging Face folder: this one was not"
+        )
+    described, ours = ({k: v for k, v in vars(c).items() if k not in NOT_STORED} for c in (checkpoint.config, model.config))
+    if changed := [f"{name} {described[name]}, the model has {ours[name]}" for name in ours if ours[name] != described[name]]:
+        raise CheckpointError(
+            f"the config.json of {checkpoint.path} would not describe this model: it has {'; '.join(changed)}"
         )
     kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
     plan = hf_plan(checkpoint, kinds, max_shard_size)
@@ -142,7 +152,10 @@ def _fill(model: Decoder, checkpoint: Checkpoint, finite: bool) -> str:
     """Reads this rank's slices into the parameters. Returns a checksum of the replicated ones."""
     repeated = [(stored, entry) for stored, entry in checkpoint.copies.values() if checkpoint.ranks == 1]
     checksum = 0
-    for name, parameter, layout in named_layouts(model):
+    entries = list(named_layouts(model))
+    if ignored := sorted(checkpoint.source.keys() - {name for name, _, _ in entries}):
+        raise CheckpointError(f"the config given makes no {', '.join(ignored[:8])}, which {checkpoint.path} has")
+    for name, parameter, layout in entries:
         if name not in checkpoint.source or checkpoint.layouts[name].shape != layout.shape:
             shape = checkpoint.layouts[name].shape if name in checkpoint.source else "none"
             raise CheckpointError(f"the config given makes {name} of shape {layout.shape}, {checkpoint.path} has {shape}")
@@ -170,5 +183,5 @@ def _check_alike(what: str, fingerprint: str, group: TPGroup) -> None:
     texts = exchange(fingerprint, group)
     if others := [str(rank) for rank, text in enumerate(texts) if text != texts[0]]:
         raise CheckpointError(
-            f"rank {', '.join(others)} has another {what} than rank 0: all ranks must load the same checkpoint"
+            f"rank {', '.join(others)} and rank 0 do not have the same {what}: all ranks must load the same checkpoint"
         )

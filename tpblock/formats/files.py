@@ -10,7 +10,6 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,11 @@ JSON_BYTES = 100_000_000
 """How large a JSON file may be: as large as the header of a safetensors file."""
 
 
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 21
 """How much of a tensor is put together at once when it is written, compared or looked through."""
+
+WRITE_BYTES = 1 << 18
+"""How much is written in one call. For more, Linux looks for large runs of free memory, which may take longer than the writing."""
 
 Progress = Callable[[int], None]
 """Called with the bytes that were read or written since it was called last."""
@@ -185,8 +187,6 @@ class Writer:
         self.path, self.order, self.checked, self.checksum = path, order, checked, 0
         self._next = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in order}
         self.size = 8 + len(text) + at
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115
         try:
             os.posix_fallocate(self._file.fileno(), 0, self.size)
@@ -197,29 +197,16 @@ class Writer:
             raise
 
     def write(self, name: str, value: Tensor) -> None:
-        """Writes a contiguous tensor on the CPU in its place, or the next rows of it. ``value`` is to stay as it is until the call
-        after the next begins, since a thread writes it while the next is made."""
+        """Writes a contiguous tensor on the CPU in its place, or the next rows of it."""
         data = value.contiguous().view(-1).view(torch.uint8).numpy().data
         if self.checked:
             self.checksum = zlib.crc32(data, self.checksum)
-        self._wait()
-        self._pending = self._thread.submit(self._write, data, self._next[name])
-        self._next[name] += len(data)
-
-    def _write(self, data: memoryview, at: int) -> None:
         while data:
-            written = os.pwrite(self._file.fileno(), data, at)
-            at, data = at + written, data[written:]
-
-    def _wait(self) -> None:
-        """For what is being written. Raises what went wrong there."""
-        pending, self._pending = self._pending, None
-        if pending:
-            pending.result()
+            written = os.pwrite(self._file.fileno(), data[:WRITE_BYTES], self._next[name])
+            self._next[name], data = self._next[name] + written, data[written:]
 
     def close(self) -> None:
-        with self._file, self._thread:
-            self._wait()
+        self._file.close()
 
 
 def checksum(path: Path, progress: Progress = lambda _: None) -> int:

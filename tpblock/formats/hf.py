@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
+from parallel.layout import Layout
 from tpblock.config import ModelConfig
 from tpblock.families import Family
 from tpblock.formats.checkpoint import (
@@ -68,12 +69,12 @@ def _check_entry(folder: Path, name: str, stored: StoredTensor, entry: Entry) ->
 
 
 def hf_names(
-    config: ModelConfig, family: Family, layouts: Mapping[str, object], names: Mapping[str, object]
+    config: ModelConfig, family: Family, layouts: Mapping[str, Layout], names: Iterable[str]
 ) -> dict[str, StoredTensor]:
     """The tensors of a folder that has these names, which lack the family's prefix if the folder's all do."""
     stored: dict[str, StoredTensor] = {}
     for parameter, layout in layouts.items():
-        stored |= stored_as(parameter, layout, family, config)  # type: ignore[arg-type]
+        stored |= stored_as(parameter, layout, family, config)
     if not any(name.startswith(family.prefix) for name in names):
         stored = {name.removeprefix(family.prefix): tensor for name, tensor in stored.items()}
     return stored

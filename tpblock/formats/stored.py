@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import torch
@@ -255,15 +254,15 @@ def copy(target: StoredTensor, tensor: Tensor, source: Source, *, finite: bool =
 
 
 def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator[Tensor]:
-    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous, valid until the one after the next is asked for.
+    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous, valid until the next one is asked for.
 
     Rows that lie in the source as they are wanted are not copied: the block is the mapped file.
     """
     each = max(1, BLOCK_BYTES // max(1, math.prod(target.shape[1:]) * dtype.itemsize))
-    buffers = cycle(torch.empty((min(each, target.shape[0]), *target.shape[1:]), dtype=dtype) for _ in range(2))
+    buffer = torch.empty((min(each, target.shape[0]), *target.shape[1:]), dtype=dtype)
     for first in range(0, target.shape[0], each):
         part = target.cut(0, first, min(first + each, target.shape[0]))
-        block = next(buffers)[: part.shape[0]]
+        block = buffer[: part.shape[0]]
         for view, values in regions(part, block, source):
             if view.shape == block.shape and view.is_contiguous() and values.is_contiguous() and values.dtype == dtype:
                 block = values
@@ -275,7 +274,7 @@ def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator
 def difference(target: StoredTensor, tensor: Tensor, source: Source) -> float:
     """The largest difference between ``tensor`` and what the source would fill it with; 0 if and only if all bits are the same
     (after the conversion to the tensor's dtype)."""
-    return max((apart(view, values.to(view.dtype)) for view, values in regions(target, tensor, source)), default=0.0)
+    return max((apart(view, values.to(view)) for view, values in regions(target, tensor, source)), default=0.0)
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -291,7 +290,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(whole_numbers[tensor.dtype.itemsize])
 
 
-def assert_covered(tensors: Iterable[StoredTensor], shape: tuple[int, ...]) -> None:
-    """An AssertionError unless the tensors hold as many elements as the parameter (a mistake in a family's table)."""
+def check_covered(parameter: str, tensors: Iterable[StoredTensor], shape: tuple[int, ...]) -> None:
+    """A ValueError unless the tensors hold as many elements as the parameter: a mistake in a family's table."""
     held = sum(math.prod(run.length for run in extent.box) for tensor in tensors for extent in tensor.extents)
-    assert held == math.prod(shape), (held, shape)
+    if held != math.prod(shape):
+        raise ValueError(f"the family's table stores {held:,} numbers of {parameter}, which has {math.prod(shape):,}: {shape}")
