@@ -249,6 +249,8 @@ def launch(program: Callable[[Environment], None], options: Options, name: str) 
         environment = Environment(options, torchrun=torchrun)
         program(environment)
         environment.close()
+        if environment.world > 1:
+            _exit(0)  # a thread of gloo that still holds a tensor would abort while Python takes itself down
     except UserError as error:
         if rank == 0:
             error.__traceback__ = error.__context__ = error.__cause__ = None  # one line in torchrun's summary, too

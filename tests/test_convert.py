@@ -162,8 +162,8 @@ def test_bits_of_other_dtypes(base: Path, tmp_path: Path, name: str, dtype: torc
 
 
 def test_small_blocks(base: Path, tmp_path: Path) -> None:
-    """Tensors that are put together from many blocks, and read from many maps, neither of them whole heads."""
-    with mock.patch("tpblock.formats.stored.BLOCK_BYTES", 300), mock.patch("tpblock.formats.stored.MAPPED_BYTES", 500):
+    """Tensors that are put together from many blocks, and written in many pieces, neither of them whole heads."""
+    with mock.patch("tpblock.formats.stored.BLOCK_BYTES", 300), mock.patch("tpblock.formats.files.WRITE_BYTES", 64):
         for name in ("gqa-uneven", "gpt2", "neox"):
             hf = write(base, tmp_path / name, name)
             truth = load_pretrained(hf, group=single_device()).state_dict()

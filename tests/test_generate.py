@@ -22,7 +22,7 @@ from tests.oracle_loading import random_state
 from tests.pool import Pool
 from tests.programs import python, torchrun
 from tests.tiny_llama import BOS, EOS, make_tokenizer, write_folder
-from tpblock import Decoder, ModelConfig, generate
+from tpblock import Decoder, LongRopeScaling, ModelConfig, generate
 from tpblock.formats.convert import open_checkpoint, shard
 from tpblock.generate import draw, warp
 
@@ -36,9 +36,18 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def decoder(group: TPGroup, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
-    model = Decoder(CONFIG, group=group, dtype=dtype, **options)
-    scatter_state(model, {name: value.to(dtype) for name, value in random_state(CONFIG).items()}, model.group)
+LONG = replace(
+    CONFIG,
+    rope_scaling=LongRopeScaling(
+        short_factor=(1.0, 1.5), long_factor=(2.0, 5.0), original_max_seq_len=IDS.shape[1] + 4, attention_factor=1.2
+    ),
+)
+"""Its frequencies change in the middle of what is generated."""
+
+
+def decoder(group: TPGroup, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG, **options: Any) -> Decoder:
+    model = Decoder(config, group=group, dtype=dtype, **options)
+    scatter_state(model, {name: value.to(dtype) for name, value in random_state(config).items()}, model.group)
     return model
 
 
@@ -47,8 +56,9 @@ def new_tokens(model: Decoder, **options: Any) -> Tensor:
     return torch.stack(list(generate(model, IDS, NEW, **options)), 1)
 
 
-def test_greedy_tokens_are_those_of_whole_forward_passes() -> None:
-    model, ids = decoder(single_device()), IDS
+@pytest.mark.parametrize("config", [CONFIG, LONG, replace(LONG, sliding_window=6)])
+def test_greedy_tokens_are_those_of_whole_forward_passes(config: ModelConfig) -> None:
+    model, ids = decoder(single_device(), config=config), IDS
     for _ in range(NEW):
         ids = torch.cat([ids, model(ids)[:, -1].argmax(-1, keepdim=True)], 1)
     found = new_tokens(model)

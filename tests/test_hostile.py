@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,6 +62,7 @@ from tests.hostile import (
 from tests.pool import Pool
 from tpblock import CheckpointError, Decoder, ModelConfig, load_pretrained, save_pretrained
 from tpblock.formats import convert
+from tpblock.formats.checkpoint import read_config
 from tpblock.formats.convert import open_checkpoint
 
 
@@ -168,6 +170,10 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "nested": (text(INDEX, '{"weight_map": ' + NEST + "}"), f"cannot read .*{INDEX}"),
     "a pipe": (fifo(INDEX), f"cannot read .*{INDEX}: it is no regular file"),
     "gone": (gone(INDEX), f"cannot read .*{SINGLE}: .*No such file"),
+    "beside a single file": (
+        lambda folder: shutil.copyfile(folder / FIRST, folder / SINGLE),
+        f"has {SINGLE}, and {INDEX} that names other files",
+    ),
 }
 
 TENSORS: dict[str, tuple[Change, str]] = {
@@ -613,6 +619,7 @@ def test_limited_file_size(originals: dict[str, Path], tmp_path: Path) -> None:
 
 @WRITERS
 def test_output_that_is_taken(originals: dict[str, Path], tmp_path: Path, write: Callable[[Path, Path], None]) -> None:
+    """Neither it nor anything beside it is touched, whatever it is called."""
     out, beside = tmp_path / "out", tmp_path / "out.partial"
     out.mkdir()
     (out / "precious").write_text("x")
@@ -621,6 +628,11 @@ def test_output_that_is_taken(originals: dict[str, Path], tmp_path: Path, write:
     check_not_written(write, originals["llama"], out, tmp_path, f"{out} is there already and not empty")
     check_not_written(write, originals["llama"], out / "precious", tmp_path, "precious is there already")
     check_not_written(write, originals["llama"], out / "precious" / "out", tmp_path, "cannot write .*Not a directory")
+    write(originals["llama"], tmp_path / "free")
+    assert (beside / "precious").read_text() == (out / "precious").read_text() == "x"
+    shutil.copytree(originals["llama"], tmp_path / "new.partial")
+    write(tmp_path / "new.partial", tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == ["free", "new", "new.partial", "out", "out.partial"]
 
 
 @WRITERS
@@ -677,12 +689,45 @@ def check_each_refuses(pool: Pool, folders: list[Any], fault: str, kinds: list[s
         assert seconds < 10
 
 
+@pytest.mark.parametrize("kind", ["missing", "unknown", "of another shape", "of another dtype"])
+def test_c75_a_wrong_tensor_is_named_and_makes_no_model(originals: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    change, fault = TENSORS[kind]
+    folder = tmp_path / "folder"
+    shutil.copytree(originals["llama"], folder)
+    change(folder)
+    check_refused(folder, fault)
+
+
 def test_more_ranks_than_heads(pool: Pool, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "few", llama_tensors(heads=2, kv_heads=1), num_attention_heads=2, num_key_value_heads=1)
     results = pool.run(4, load_each, [folder] * 4)
     assert {(kind, message) for kind, message, _ in results} == {
         ("ValueError", "2 query heads cannot be dealt over 4 tensor-parallel shards (KV heads: 1)")
     }
+
+
+def load_with(group: TPGroup, folder: Path, options: list[dict[str, Any]]) -> str:
+    try:
+        load_pretrained(folder, group=group, **options[group.rank])
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_ranks_with_different_options(pool: Pool, originals: dict[str, Path]) -> None:
+    changed = replace(read_config(originals["llama"])[0], norm_eps=0.1)
+    for other in ({"config": changed}, {"virtual_shards": 2}, {"dtype": torch.float64}):
+        results = pool.run(2, load_with, originals["llama"], [{}, other])
+        assert all("rank 1 and rank 0 do not have the same config or options" in result for result in results), results
+
+
+def test_a_config_that_the_folder_would_not_have(originals: dict[str, Path], tmp_path: Path) -> None:
+    trained = replace(read_config(originals["llama"])[0], dropout=0.1)
+    save_pretrained(load_pretrained(originals["llama"], group=single_device(), config=trained), tmp_path / "out")
+    model = load_pretrained(originals["llama"], group=single_device(), config=replace(trained, norm_eps=0.1))
+    with pytest.raises(CheckpointError, match="it has norm_eps .*, the model has 0.1"):
+        save_pretrained(model, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_ranks_with_different_folders(pool: Pool, originals: dict[str, Path], tmp_path: Path) -> None:
@@ -692,11 +737,13 @@ def test_ranks_with_different_folders(pool: Pool, originals: dict[str, Path], tm
     other_weights = write_folder(tmp_path / "weights", llama_tensors(seed=1))
     check_each_refuses(pool, [llama, other_weights], "rank 1 and rank 0 do not have the same folder")
     check_each_refuses(pool, [llama, originals["sharded"]], "rank 1 and rank 0 do not have the same folder")
-    one_norm = llama_tensors()
-    one_norm[NORM][-1] += 1
-    check_each_refuses(
-        pool, [llama, write_folder(tmp_path / "norm", one_norm)], "rank 1 and rank 0 do not have the same replicated weights"
-    )
+    for part in ("k_proj", "v_proj", "up_proj", "down_proj", "embed_tokens", "model.norm"):
+        changed = llama_tensors()
+        for name, tensor in changed.items():
+            if part in name:
+                tensor[len(tensor) // 2 :] += 1
+        folder = write_folder(tmp_path / part, changed)
+        check_each_refuses(pool, [llama, folder], "rank 1 and rank 0 do not have the same (folder|replicated weights)")
 
 
 def test_a_folder_that_one_rank_cannot_read(pool: Pool, originals: dict[str, Path], tmp_path: Path) -> None:

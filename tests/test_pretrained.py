@@ -157,3 +157,14 @@ def test_changed_weights_in_another_dtype(pool: Pool, original: Path, tmp_path: 
     for name, value in before.items():
         assert after[name].dtype == torch.float32
         assert torch.equal(after[name], value.float() + 1), name
+
+
+def storages(group: TPGroup, folder: Path) -> list[tuple[int, int]]:
+    model = load_pretrained(folder, group=group)
+    return [(parameter.untyped_storage().nbytes(), parameter.nbytes) for parameter in model.parameters()]
+
+
+def test_c74_a_shard_owns_its_storage_and_no_more(pool: Pool, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    for sizes in pool.run(2, storages, tmp_path):
+        assert all(storage == own for storage, own in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -24,6 +25,9 @@ from tpblock.formats.files import CheckpointError, Writer, written_aside
 from tpblock.formats.meta import MetaOptions
 from tpblock.formats.stored import InMemory, StoredTensor, copy, difference, shard_tensor, whole_tensor
 from tpblock.model import Decoder
+
+SAMPLES, SAMPLED_NUMBERS = 8, 256
+"""What of each tensor is compared between the ranks: so many runs of so many numbers."""
 
 NOT_STORED = ("dropout", "attention_dropout", "init_std")
 """Fields of a config that say how a model is trained, and are not in the folders that it is read from."""
@@ -86,7 +90,7 @@ def save_pretrained(
     """Writes a model that :func:`load_pretrained` made as a Hugging Face folder: the same names, dtypes and files.
 
     All ranks of the group call it; of several data-parallel replicas only one does. Each parameter is gathered in turn and
-    written by rank 0, so that no rank holds the whole model. It is written to ``folder`` + ".partial" and renamed when complete.
+    written by rank 0, so that no rank holds the whole model. It is written beside ``folder``, which it becomes when complete.
 
     Args:
         folder: new or empty.
@@ -108,6 +112,8 @@ def save_pretrained(
         raise CheckpointError(
             f"the config.json of {checkpoint.path} would not describe this model: it has {'; '.join(changed)}"
         )
+    if not checkpoint.path.is_dir():
+        raise CheckpointError(f"{checkpoint.path} is gone, whose tokenizer and other small files go with the weights")
     kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
     plan = hf_plan(checkpoint, kinds, max_shard_size)
     group, tensors = ranks or group, tensors or _global_tensors(model)
@@ -171,11 +177,18 @@ def _fill(model: Decoder, checkpoint: Checkpoint, finite: bool) -> str:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Of the config, the headers, and the first row of each parameter, which tells other weights of the same shapes."""
+    """Of the config, the headers, checksums if the format has them, and a sample of every tensor: SAMPLES runs of its rows' first
+    numbers, at places that its name decides, which tells other weights of the same shapes."""
     headers = {name: (str(entry.dtype), entry.shape, entry.start) for name, (_, entry) in checkpoint.tensors.items()}
     known = hashlib.sha256(json.dumps([dict(checkpoint.hf.config), headers], sort_keys=True).encode())
-    for (_, entry), *_ in checkpoint.source.values():
-        known.update(entry.rows(0, 1).view(torch.uint8).numpy().tobytes())
+    known.update(repr(sorted(checkpoint.checksums.items())).encode())
+    for name, (_, entry) in checkpoint.tensors.items():
+        draw = random.Random(name)
+        for _ in range(SAMPLES):
+            row = draw.randrange(entry.shape[0])
+            values = entry.rows(row, row + 1, sparse=True).flatten()
+            at = draw.randrange(len(values))
+            known.update(values[at : at + SAMPLED_NUMBERS].contiguous().view(torch.uint8).numpy().tobytes())
     return known.hexdigest()
 
 

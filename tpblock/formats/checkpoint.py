@@ -21,7 +21,7 @@ from tpblock.formats.stored import Source, StoredTensor, check_covered, hf_tenso
 from tpblock.model import Decoder
 
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".md")
-"""What else a folder holds that goes wherever the weights go: tokenizer, generation settings, licence."""
+"""What else a folder holds that goes wherever the weights go: tokenizer, generation settings, licence (LICENSE and NOTICE, too)."""
 
 
 @dataclass(frozen=True)

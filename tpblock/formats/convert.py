@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from tpblock.formats.checkpoint import SIDE_FILES, Checkpoint, model_layouts
-from tpblock.formats.files import DTYPE_NAMES, CheckpointError, Entry, Progress, Writer, check_new, checksum, written_aside
+from tpblock.formats.files import (
+    DTYPE_NAMES,
+    CheckpointError,
+    Entry,
+    Progress,
+    Writer,
+    check_new,
+    checksum,
+    read_json,
+    written_aside,
+)
 from tpblock.formats.hf import INDEX, hf_names, open_hf, shard_by_size
 from tpblock.formats.meta import PARAMS, MetaOptions, open_meta
 from tpblock.formats.sharded import MANIFEST, Manifest, RankFile, describe, open_sharded, rank_file
@@ -195,12 +205,14 @@ def finish_hf(plan: Plan, checkpoint: Checkpoint, folder: Path, dtype: torch.dty
     """Writes what a Hugging Face folder has beside the weights, with ``dtype`` in config.json if it says which one they are of."""
     if len(plan) > 1:
         write_hf_index(plan, folder)
+    copy_side_files(checkpoint, folder)
     config = dict(checkpoint.hf.config)
     for field in ("dtype", "torch_dtype"):
         if dtype is not None and field in config:
             config[field] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    copy_side_files(checkpoint, folder)
+    path = folder / "config.json"
+    if not path.exists() or read_json(path) != config:  # else it stays as it was written
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_hf_index(plan: Plan, folder: Path) -> None:
@@ -217,7 +229,8 @@ def write_hf_index(plan: Plan, folder: Path) -> None:
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     for path in sorted(checkpoint.path.iterdir()):
-        known = path.suffix in SIDE_FILES and path.name not in (INDEX, MANIFEST, PARAMS)
+        known = path.name in ("LICENSE", "NOTICE") or path.suffix in SIDE_FILES
+        known = known and path.name not in (INDEX, MANIFEST, PARAMS)
         if known and path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 

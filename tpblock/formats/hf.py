@@ -94,6 +94,8 @@ def _read_headers(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from names of tensors to names of files")
     files = sorted(set(weight_map.values()))
+    if (folder / SINGLE).exists() and SINGLE not in files:
+        raise CheckpointError(f"{folder} has {SINGLE}, and {INDEX} that names other files: which are the weights?")
     for file in files:
         if Path(file).name != file:
             raise CheckpointError(f"{index} names a file outside the folder: {file!r}")

@@ -21,9 +21,6 @@ from parallel.layout import Layout, Run
 from tpblock.config import ModelConfig
 from tpblock.formats.files import BLOCK_BYTES, CheckpointError
 
-MAPPED_BYTES = 1 << 22
-"""How much of a file is mapped into memory at once."""
-
 
 class Order(Enum):
     """How the parts of a fused tensor lie in it.
@@ -111,7 +108,7 @@ class Readable(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def rows(self, first: int, stop: int) -> Tensor: ...
+    def rows(self, first: int, stop: int, *, sparse: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class InMemory:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def rows(self, first: int, stop: int) -> Tensor:
+    def rows(self, first: int, stop: int, *, sparse: bool = False) -> Tensor:
         return self.tensor[first:stop]
 
 
@@ -215,9 +212,13 @@ def _intersection(a: tuple[Run, ...], b: tuple[Run, ...]) -> tuple[Run, ...] | N
     return box if all(run.length > 0 for run in box) else None
 
 
-def regions(target: StoredTensor, tensor: Tensor, source: Source) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views that are to hold the same values: of ``tensor``, and of the source mapped into memory. All of the target's
-    extents are covered, some rows at a time."""
+def regions(
+    target: StoredTensor, tensor: Tensor, source: Source, *, whole_rows: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of views that are to hold the same values: of ``tensor``, and of rows of the source. All of the target's extents are
+    covered, about BLOCK_BYTES of the source at a time. With ``whole_rows``, all columns are read where only some are wanted,
+    which is faster if the others will be wanted soon.
+    """
     ours = target.oriented(tensor)
     for stored, readable in source[target.parameter]:
         for theirs in stored.extents:
@@ -228,13 +229,14 @@ def regions(target: StoredTensor, tensor: Tensor, source: Source) -> Iterator[tu
                 view, where = ours[extent.within(box)], theirs.within(box)
                 if stored.transposed:
                     view, where = view.t(), where[::-1]
-                rows = where[0]
+                rows, sparse = where[0], any(s.stop - s.start < n for s, n in zip(where[1:], readable.shape[1:], strict=True))
                 count = len(range(rows.start, rows.stop, rows.step))
-                each = max(1, MAPPED_BYTES // max(1, rows.step * math.prod(readable.shape[1:]) * readable.dtype.itemsize))
+                each = max(1, BLOCK_BYTES // max(1, rows.step * math.prod(readable.shape[1:]) * readable.dtype.itemsize))
                 for at in range(0, count, each):
                     first = rows.start + at * rows.step
                     stop = min(rows.stop, first + (each - 1) * rows.step + 1)
-                    values = readable.rows(first, stop)[(slice(None, None, rows.step), *where[1:])]
+                    values = readable.rows(first, stop, sparse=sparse and not whole_rows)
+                    values = values[(slice(None, None, rows.step), *where[1:])]
                     yield view[at : at + len(values)], values
 
 
@@ -254,16 +256,13 @@ def copy(target: StoredTensor, tensor: Tensor, source: Source, *, finite: bool =
 
 
 def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator[Tensor]:
-    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous, valid until the next one is asked for.
-
-    Rows that lie in the source as they are wanted are not copied: the block is the mapped file.
-    """
-    each = max(1, BLOCK_BYTES // max(1, math.prod(target.shape[1:]) * dtype.itemsize))
-    buffer = torch.empty((min(each, target.shape[0]), *target.shape[1:]), dtype=dtype)
+    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous. Rows that lie in the source as they are wanted are
+    not copied once they are read."""
+    each = max(1, BLOCK_BYTES // (math.prod(target.shape[1:]) * dtype.itemsize))
     for first in range(0, target.shape[0], each):
         part = target.cut(0, first, min(first + each, target.shape[0]))
-        block = buffer[: part.shape[0]]
-        for view, values in regions(part, block, source):
+        block = torch.empty(part.shape, dtype=dtype)
+        for view, values in regions(part, block, source, whole_rows=True):
             if view.shape == block.shape and view.is_contiguous() and values.is_contiguous() and values.dtype == dtype:
                 block = values
             else:
