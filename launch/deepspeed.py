@@ -43,6 +43,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel.agreement import together
 from parallel.gradients import check_replicas, clip_grad_norm_, grad_norm
 from parallel.group import TPGroup
 from parallel.layout import Layout
@@ -173,6 +174,9 @@ def batch_sizes(config: Mapping[str, Any], dp: int, tp: int) -> BatchSizes:
 
     The tensor-parallel ranks of a replica share its batch and do not multiply it.
     """
+    for name in BatchSizes._fields:
+        if type(given := config.get(name)) not in (int, type(None)):
+            raise ValueError(f"the DeepSpeed config's {name} must be a whole number, got {given!r}")
     total, micro, steps = (config.get(name) for name in BatchSizes._fields)  # type: Any, Any, Any
     if total is None and micro is None:
         raise ValueError("the DeepSpeed config needs train_batch_size or train_micro_batch_size_per_gpu")
@@ -219,14 +223,8 @@ def _check_settings(settings: Mapping[str, Any], unit: ModelParallelUnit, optimi
     tp = unit.get_model_parallel_world_size()
     if tp == 1:
         return
-    name = settings.get("optimizer", {}).get("type", "")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-    if any(word in name.lower() for word in WHOLE_MATRICES):
-        raise ValueError(
-            f"{name} needs whole matrices, and each of the {tp} tensor-parallel ranks has a shard: "
-            "use one that works element by element (SGD, Adam, AdamW)"
-        )
+    named = settings.get("optimizer", {}).get("type", "")
+    _check_optimizer(type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else named, tp)
     wrong = {
         "tensor_parallel.autotp_size": (settings.get("tensor_parallel", {}).get("autotp_size", 0) > 1, "replaces the mpu"),
         "sequence_parallel_size": (settings.get("sequence_parallel_size", 1) > 1, "replaces the data-parallel groups"),
@@ -238,6 +236,14 @@ def _check_settings(settings: Mapping[str, Any], unit: ModelParallelUnit, optimi
     for key, (given, why) in wrong.items():
         if given:
             raise ValueError(f"the DeepSpeed config's {key} {why}: it does not work beside {tp} tensor-parallel ranks")
+
+
+def _check_optimizer(name: str, tp: int) -> None:
+    if tp > 1 and any(word in name.lower() for word in WHOLE_MATRICES):
+        raise ValueError(
+            f"{name} needs whole matrices, and each of the {tp} tensor-parallel ranks has a shard: "
+            "use one that works element by element (SGD, Adam, AdamW)"
+        )
 
 
 def _check_device(device: torch.device) -> None:
@@ -268,53 +274,50 @@ def _group_of(model: nn.Module, unit: ModelParallelUnit) -> TPGroup:
 
 def _check_model(model: nn.Module, group: TPGroup) -> None:
     """Checks on every rank or on none that the model is what its layouts say and is not partitioned yet."""
-    _agree(_problem_of(model, group))
-    shapes: list[Any] = [None] * group.size
-    mine = {name: tuple(parameter.shape) for name, parameter, layout in named_layouts(model) if layout.replicated}
-    if group.size > 1:
-        dist.all_gather_object(shapes, mine, group=group.process_group)
-        _agree(_problem_of_shapes(shapes))
-    problem = ""
-    try:
-        check_replicas(model, group)
-    except ValueError as error:
-        problem = f"{error}; each rank's shard of a cut parameter needs a layout (see parallel.state.named_layouts)"
-    _agree(problem)
+    assert dist.group.WORLD is not None
+    everyone = TPGroup.from_process_group(dist.group.WORLD)
+    with together(everyone, ValueError):
+        _check_layouts(model, group)
+    with together(everyone, ValueError):
+        _check_uncut_shapes(model, group)
+    with together(everyone, ValueError):
+        try:
+            check_replicas(model, group)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; each rank's shard of a cut parameter needs a layout (see parallel.state.named_layouts)"
+            ) from error
 
 
-def _agree(problem: str) -> None:
-    """Raises on every rank what any of them found."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for text in problems:
-        if text:
-            raise ValueError(text)
-
-
-def _problem_of(model: nn.Module, group: TPGroup) -> str:
+def _check_layouts(model: nn.Module, group: TPGroup) -> None:
     for name, parameter, layout in named_layouts(model):
         if hasattr(parameter, "ds_id"):
-            return (
+            raise ValueError(
                 f"{name} is partitioned already: deepspeed.zero.Init cuts over all ranks, tensor-parallel ones included, "
                 "whatever its mpu. Build the model without it; initialize partitions over the data-parallel ranks"
             )
         if layout.replicated:
             continue
         if len(layout.rank_shards) != group.size:
-            return f"{name} is cut over {len(layout.rank_shards)} ranks, the mesh has {group.size} tensor-parallel ranks"
+            raise ValueError(
+                f"{name} is cut over {len(layout.rank_shards)} ranks, the mesh has {group.size} tensor-parallel ranks"
+            )
         if tuple(parameter.shape) != (expected := layout.local_shape(group.rank)):
-            return (
+            raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)} on tensor-parallel rank {group.rank}, its layout says {expected}"
             )
-    return ""
 
 
-def _problem_of_shapes(shapes: list[dict[str, tuple[int, ...]]]) -> str:
+def _check_uncut_shapes(model: nn.Module, group: TPGroup) -> None:
+    """One exchange over the tensor-parallel ranks."""
+    mine = {name: tuple(parameter.shape) for name, parameter, layout in named_layouts(model) if layout.replicated}
+    shapes: list[dict[str, tuple[int, ...]]] = [mine] * group.size
+    if group.size > 1:
+        dist.all_gather_object(shapes, mine, group=group.process_group)
     for name, shape in shapes[0].items():
         for rank, other in enumerate(shapes):
             if other.get(name) != shape:
-                return f"{name} has no layout, and its shape is {shape} on rank 0, {other.get(name)} on rank {rank}"
-    return ""
+                raise ValueError(f"{name} has no layout, and its shape is {shape} on rank 0, {other.get(name)} on rank {rank}")
 
 
 def _tag(model: nn.Module) -> None:
@@ -590,8 +593,10 @@ def _construct(original: Callable[..., None]) -> Callable[..., None]:
         group = _group_of(model, mpu)
         if type(self) is not DeepSpeedEngine:
             raise ValueError(f"a {type(self).__name__} does not work beside tensor parallelism, DeepSpeed's plain engine does")
+        settings = options["config_class"]
+        _check_settings(settings._param_dict, mpu, options.get("optimizer"))
         _check_model(model, group)
-        zero = options["config_class"].zero_config
+        zero = settings.zero_config
         if zero.offload_optimizer is not None and (shared := _SharedRows(model, group.rank).layouts):
             raise ValueError(
                 f"offload_optimizer does not work where ranks share rows ({len(shared)} parameters with fewer KV heads than the "
@@ -603,6 +608,7 @@ def _construct(original: Callable[..., None]) -> Callable[..., None]:
         original(self, args, model, *rest, mpu=mpu, **options)
         self.__class__ = TensorParallelEngine
         self.tp_group = group
+        _check_optimizer(type(self.basic_optimizer).__name__, group.size)  # what a function made is known only now
         if isinstance(self.optimizer, FP16_Optimizer) and _SharedRows(model, group.rank).layouts:
             raise ValueError(
                 "the fused optimizer of ZeRO stage 0 counts rows that ranks share several times: set torch_adam in the config's "

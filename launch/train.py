@@ -94,7 +94,7 @@ def run(trainer: Trainer, folder: Path, reporter: Reporter, env: Environment) ->
 
 
 def _run_folder(config: TrainConfig, env: Environment) -> Path:
-    """The run's folder, made by rank 0."""
+    """The run's folder, made by rank 0 and seen by all, for each may write its part of a checkpoint."""
     name = ""
     with env.together("folder"):
         if env.is_main:
@@ -110,7 +110,11 @@ def _run_folder(config: TrainConfig, env: Environment) -> Path:
                 raise ValueError(f"cannot make the folder {folder}: {error.strerror}") from error
             (folder / "config.toml").write_text(config.toml())
             name = str(folder)
-    return Path(env.exchange("folder", name)[0])
+    folder = Path(env.exchange("folder", name)[0])
+    with env.together("folder"):
+        if not (folder / "config.toml").exists():
+            raise ValueError(f"rank 0 has made the folder {folder}, which is not on this host: all hosts must share it")
+    return folder
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "-m launch.train") -> None:

@@ -16,6 +16,7 @@ from launch.environment import Environment, Options, UserError
 from launch.report import COPIED, PRETRAINED, TOLERANCES, Tolerances
 from launch.tokenizer import TOKENIZER, read_tokenizer
 from tpblock import ModelConfig
+from tpblock.config import default_d_ff
 from tpblock.formats.convert import open_checkpoint
 
 SIZES = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "d_ff": None}
@@ -32,7 +33,7 @@ class TrainConfig(Options):
     is such a file."""
     init: Path | None = None
     """A pretrained model to start from: a Hugging Face folder, or one that launch.shard wrote. The text is cut into the tokens of
-    its tokenizer.json, or into bytes without one. The trained model is written as a folder of the same kind at the end."""
+    its tokenizer.json, or into bytes without one. The trained model is written as a Hugging Face folder at the end."""
     dim: int | None = None
     """Width of the model; 128 if not given. This and the other sizes are those of the folder with --init."""
     layers: int | None = None
@@ -103,7 +104,11 @@ class TrainConfig(Options):
             return replace(self, zero_stage=1).completed()
         if self.init is None:
             sizes = {name: size for name, size in SIZES.items() if getattr(self, name) is None}
-            return replace(self, dtype=self.dtype or "float32", **sizes)  # type: ignore[arg-type]
+            filled = replace(self, dtype=self.dtype or "float32", **sizes)  # type: ignore[arg-type]
+            assert filled.dim is not None
+            return (
+                filled if filled.d_ff is not None else replace(filled, d_ff=default_d_ff(filled.dim, ModelConfig.activation))
+            )
         given = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in SIZES if getattr(self, name) is not None]
         if given:
             raise ValueError(f"{', '.join(given)} cannot go with --init: the sizes are those of {self.init}")

@@ -225,6 +225,8 @@ def load_checkpoint(
     """
     path, everyone = Path(path), _participants(model, group)
     with together(everyone, ValueError):
+        if not path.is_dir():
+            raise ValueError(f"there is no checkpoint {path}")
         if not (path / "extra.json").is_file():
             raise ValueError(f"{path} is not a complete checkpoint (it has no extra.json)")
     with together(everyone, RuntimeError):

@@ -106,6 +106,8 @@ class TPGroup:
                 f"TPGroup needs a mesh of one dimension, this one has {mesh.ndim} ({mesh.mesh_dim_names}): "
                 'slice it first, as in mesh["tp"]'
             )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this rank is not one of the mesh's {mesh.size()}")
         return cls.from_process_group(mesh.get_group())
 
     @classmethod

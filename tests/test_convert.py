@@ -269,7 +269,7 @@ def test_c20_replicas_that_differ_are_always_refused(tp3: Path, tmp_path: Path) 
     path, name = tp3 / rank_file(2, 3), "stack.blocks.0.norm_1.weight"
     tensors = load_file(path)
     tensors[name][5] += 0.5
-    save_file(tensors, path)
+    save_file(tensors, path, {"file": path.name})
     with pytest.raises(
         CheckpointError, match=rf"rank-00002-of-00003.safetensors/{name} differs from the first copy .* up to 0.5"
     ):
@@ -357,7 +357,7 @@ def test_c45_the_manifest_states_the_layout(tp3: Path, tmp_path: Path, change: A
 
 def test_c76_unknown_tensors(tp3: Path) -> None:
     path = tp3 / rank_file(1, 3)
-    save_file(load_file(path) | {"rng_state": torch.ones(4)}, path)
+    save_file(load_file(path) | {"rng_state": torch.ones(4)}, path, {"file": path.name})
     edit_manifest(tp3, lambda m: m["files"][1].update(size=path.stat().st_size))
     with pytest.raises(
         CheckpointError, match="rank-00001-of-00003.safetensors and the config differ in the tensors rng_state"
@@ -398,7 +398,7 @@ def test_values_that_are_no_numbers(tp3: Path, tmp_path: Path) -> None:
         path = tp3 / rank_file(rank, 3)
         tensors = load_file(path)
         tensors["head.weight"][-1, 3] = value
-        save_file(tensors, path)
+        save_file(tensors, path, {"file": path.name})
     told = "rank-00000-of-00003.safetensors/head.weight, rank-00002-of-00003.safetensors/head.weight$"
     with pytest.raises(CheckpointError, match=f"values that are not finite numbers in {told}"):
         merge(open_checkpoint(tp3), tmp_path / "out", finite=True)

@@ -68,7 +68,7 @@ def test_there_and_back(hf: Path, tmp_path: Path) -> None:
     path = tmp_path / "tp3" / "rank-00001-of-00003.safetensors"
     tensors = load_file(path)
     tensors["head.weight"][0, 0] = torch.nan
-    save_file(tensors, path)
+    save_file(tensors, path, {"file": path.name})
     ended = python("-m", "launch.inspect", "tp3", "--check-finite", cwd=tmp_path)
     assert ended.code == 2
     assert ended.errors == "error: tp3 has values that are not finite numbers in rank-00001-of-00003.safetensors/head.weight\n"

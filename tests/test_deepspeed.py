@@ -322,6 +322,8 @@ def test_batch_sizes_count_data_parallel_replicas() -> None:
     ):
         with pytest.raises(ValueError, match=r"train_batch_size \d+ is not .*DP 2; .* TP 4"):
             ours.batch_sizes(wrong, 2, 4)
+    with pytest.raises(ValueError, match="train_batch_size must be a whole number, got 'auto'"):
+        ours.batch_sizes({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 3}, 2, 4)
     with pytest.raises(ValueError, match="needs train_batch_size or train_micro_batch_size_per_gpu"):
         ours.batch_sizes({"gradient_accumulation_steps": 2}, 2, 4)
 
@@ -375,6 +377,21 @@ def test_settings_that_would_go_wrong(pools: dict[int, Pool], settings: dict[str
 def test_optimizers_of_whole_matrices(pools: dict[int, Pool]) -> None:
     with pytest.raises(ValueError, match="Adafactor needs whole matrices"):
         pools[2].run_mesh(2, 1, initialize_with, {}, "Adafactor")
+    with pytest.raises(ValueError, match="Adafactor needs whole matrices"):
+        pools[2].run_mesh(2, 1, made_later)
+    with pytest.raises(ValueError, match="Muon needs whole matrices"):
+        pools[2].run_mesh(2, 1, by_the_documented_way, {"optimizer": {"type": "Muon"}})
+
+
+def made_later(mesh: DeviceMesh) -> None:
+    model = Decoder(UNEVEN, group=TPGroup.from_mesh(mesh["tp"]))
+    ours.initialize(model, mesh, SETTINGS, torch.optim.Adafactor)
+
+
+def by_the_documented_way(mesh: DeviceMesh, settings: dict[str, Any]) -> None:
+    os.environ["LOCAL_RANK"] = str(torch.get_default_device().index or 0)
+    model = Decoder(UNEVEN, group=TPGroup.from_mesh(mesh["tp"]))
+    deepspeed.initialize(model=model, mpu=ours.mpu(mesh), config=SETTINGS | settings)
 
 
 def test_offload_where_ranks_share_rows(pools: dict[int, Pool]) -> None:

@@ -319,8 +319,8 @@ def bytes_read(group: TPGroup, folder: Path) -> dict[str, int]:
         found["copied"] += size
         return size
 
-    def counting_rows(entry: Entry, first: int, stop: int) -> Tensor:
-        values = rows(entry, first, stop)
+    def counting_rows(entry: Entry, first: int, stop: int, *, sparse: bool = False) -> Tensor:
+        values = rows(entry, first, stop, sparse=sparse)
         found["mapped by rows"] += values.nbytes * ((entry.path, entry.start) in by_rows)
         return values
 

@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from parallel.checkpoint import load_checkpoint, save_checkpoint
@@ -381,11 +382,15 @@ SHARDED: dict[str, tuple[Change, str]] = {
     "a rank's file empty": (cut(RANK_1, lambda size, head: 0), f"cannot read .*{RANK_1}"),
     "a rank's file swapped": (
         lambda folder: shutil.copyfile(folder / RANK_0, folder / RANK_1),
+        f"{RANK_1} was written as {RANK_0}: the files were renamed",
+    ),
+    "a rank's file of another size": (
+        lambda folder: save_file(load_file(folder / RANK_1), folder / RANK_1, {"file": RANK_1, "x": "y"}),
         rf"{RANK_1} has \d+ bytes, the manifest says \d+",
     ),
     "a rank's file swapped, with its size": (
         both(
-            lambda folder: shutil.copyfile(folder / RANK_0, folder / RANK_1),
+            lambda folder: save_file(load_file(folder / RANK_0), folder / RANK_1, {"file": RANK_1}),
             edit_json(MANIFEST, lambda m: m["files"][1].update(size=m["files"][0]["size"])),
         ),
         rf"{RANK_1}: .* of shape .*, the manifest makes it .* of shape",

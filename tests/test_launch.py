@@ -381,7 +381,7 @@ def test_deepspeed_equals_one_device_and_goes_on_at_the_same_sizes(tmp_path: Pat
     assert other.errors == ("error: runs/1/checkpoints/step-2 was saved by DeepSpeed: go on from it with --engine deepspeed\n")
 
 
-def test_two_nodes_with_a_rank_each(tmp_path: Path) -> None:
+def two_nodes(*folders: Path) -> list[Ended]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -390,10 +390,22 @@ def test_two_nodes_with_a_rank_each(tmp_path: Path) -> None:
         "--local-addr localhost --rdzv-id test -m launch.train --steps 3 --out run"
     )
     with ThreadPoolExecutor() as agents:
-        ended = list(agents.map(lambda _: python(*agent, *TINY, cwd=tmp_path), range(2)))
+        return list(agents.map(lambda folder: python(*agent, *TINY, cwd=folder), folders))
+
+
+def test_two_nodes_with_a_rank_each(tmp_path: Path) -> None:
+    ended = two_nodes(tmp_path, tmp_path)
     assert [each.code for each in ended] == [0, 0], "".join(each.errors for each in ended)
     told = [each.output for each in ended if each.output]
     assert len(told) == 1 and "on 2 tensor-parallel ranks (cpu)" in told[0] and "DIFFERS" not in told[0]
+
+
+def test_nodes_that_do_not_share_the_folder(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name / "run").mkdir(parents=True)
+    ended = two_nodes(tmp_path / "a", tmp_path / "b")
+    assert all(each.code != 0 for each in ended)
+    assert "rank 0 has made the folder run, which is not on this host" in "".join(each.errors for each in ended)
 
 
 def test_a_replica_that_cannot_save_stops_all(tmp_path: Path) -> None:

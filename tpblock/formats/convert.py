@@ -46,6 +46,10 @@ def open_checkpoint(path: str | Path, meta: MetaOptions | None = None) -> Checkp
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
+    if any((path / name).exists() for name in ("extra.json", "config.toml")) and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path} is of a training run, which --resume of launch.train goes on from: it is no model's folder"
+        )
     if not (path / MANIFEST).exists() and (path / "consolidated.00.pth").exists():
         return open_meta(path, meta or MetaOptions())
     if meta and meta != MetaOptions():
@@ -74,6 +78,8 @@ def shard_plan(checkpoint: Checkpoint, ranks: int) -> Plan:
     Raises:
         CheckpointError: if the model cannot be cut over that many ranks.
     """
+    if ranks < 1:
+        raise CheckpointError(f"there must be one tensor-parallel rank at least, got {ranks}")
     try:
         layouts = model_layouts(checkpoint.config, ranks)
     except ValueError as error:
@@ -153,7 +159,8 @@ class Conversion:
         files = []
         for file, tensors in self.plan.items():
             sizes = {name: (dtype, stored.shape) for name, (stored, dtype) in tensors.items()}
-            with closing(Writer(folder / file, sizes, self.metadata, checked=self.checked)) as writer:
+            metadata = {"file": file} if self.checked else self.metadata  # what the other rank's file lacks
+            with closing(Writer(folder / file, sizes, metadata, checked=self.checked)) as writer:
                 for name in writer.order:
                     stored, dtype = tensors[name]
                     for block in blocks(stored, dtype, self.source.source):
