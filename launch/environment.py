@@ -241,6 +241,8 @@ def launch(program: Callable[[Environment], None], options: Options, name: str) 
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = int(os.environ.get("RANK", "0"))
     try:
+        if torchrun and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+            raise UserError("RANK is set, LOCAL_RANK or LOCAL_WORLD_SIZE is not: start it with torchrun, which sets them all")
         if not torchrun and options.tp != 1:
             command = name if name.startswith("-m") else f"--no-python {name}"
             arguments = shlex.join(sys.argv[len(command.split()) - 1 :])

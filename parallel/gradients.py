@@ -162,7 +162,8 @@ def sync_replicated(model: nn.Module, group: TPGroup) -> None:
     """Gives whatever several ranks hold the values of its first holder, on all of them."""
     for _, parameter, layout in _held_by_several(model, group):
         local, rows, _ = held(parameter)
-        local.copy_(_first_holders(whole(parameter), layout, group)[slice(*rows)])
+        value = _first_holders(whole(parameter), layout, group)
+        local.copy_(value[slice(*rows)] if value.ndim else value)
 
 
 def _held_by_several(model: nn.Module, group: TPGroup) -> list[NamedLayout]:

@@ -157,11 +157,18 @@ def files_of(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
+def heeds_ctrl_c() -> None:
+    """Also where the tests themselves were started in the background, where a shell has them ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_nothing_under_the_final_name(large: tuple[Path, int], tmp_path: Path, sent: int) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "launch.shard", str(large[0]), str(out), "--tp", "4", "--verify"]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, preexec_fn=heeds_ctrl_c
+    )
     while not list(tmp_path.glob(".out.*.partial/rank-00001-of-00004.safetensors")) and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(sent)
