@@ -508,6 +508,7 @@ def test_shards_that_no_layout_tells_of(pools: dict[int, Pool]) -> None:
 
 
 def built_in_zero_init(mesh: DeviceMesh) -> None:
+    os.environ.setdefault("LOCAL_RANK", "0")  # as torchrun would
     settings = SETTINGS | {"zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=settings, mpu=ours.mpu(mesh)):
         model = Decoder(EVEN, group=TPGroup.from_mesh(mesh["tp"]), seed=None)
