@@ -6,9 +6,11 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -156,18 +158,29 @@ class Conversion:
                 compare(written, self.source, stages)
 
     def _write(self, folder: Path, progress: Progress) -> list[RankFile]:
-        files = []
-        for file, tensors in self.plan.items():
+        """Two files at a time: copying, checksums and writing let other threads run."""
+        stopped = Event()
+
+        def write(file: str) -> RankFile:
+            tensors = self.plan[file]
             sizes = {name: (dtype, stored.shape) for name, (stored, dtype) in tensors.items()}
             metadata = {"file": file} if self.checked else self.metadata  # what the other rank's file lacks
             with closing(Writer(folder / file, sizes, metadata, checked=self.checked)) as writer:
                 for name in writer.order:
                     stored, dtype = tensors[name]
                     for block in blocks(stored, dtype, self.source.source):
+                        if stopped.is_set():
+                            raise CheckpointError("stopped")
                         writer.write(name, block)
                         progress(block.nbytes)
-            files.append(RankFile(name=file, size=writer.size, crc32=writer.checksum))
-        return files
+            return RankFile(name=file, size=writer.size, crc32=writer.checksum)
+
+        with ThreadPoolExecutor(2) as threads:
+            try:
+                return list(threads.map(write, self.plan))
+            except BaseException:  # Ctrl-C, too
+                stopped.set()
+                raise
 
 
 def sharding(checkpoint: Checkpoint, ranks: int) -> Conversion:
