@@ -26,11 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel import collectives
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.data import ReplicaAverage
-from parallel.fsdp import whole
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
-from parallel.regions import gather_pieces
-from parallel.state import named_layouts
+from parallel.state import global_tensors
 from tpblock import Decoder
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -97,11 +95,9 @@ class Engine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    @torch.no_grad()
     def global_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name and global tensor, one at a time. All ranks go through it together."""
-        for name, parameter, layout in named_layouts(self.model):
-            yield name, gather_pieces(whole(parameter.detach()), layout, self.model.group)
+        return global_tensors(self.model, self.model.group)
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Writes a checkpoint that any engine but DeepSpeed can load on any number of ranks."""

@@ -51,6 +51,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
+def global_tensors(model: nn.Module, group: TPGroup) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter's name and global tensor, on every rank, one at a time. All ranks go through it together."""
+    for name, parameter, layout in named_layouts(model):
+        yield name, gather_pieces(whole(parameter.detach()), layout, group)
+
+
+@torch.no_grad()
 def gather_state(model: nn.Module, group: TPGroup, *, gradients: bool = False) -> dict[str, Tensor]:
     """The global tensor of every parameter (or of its gradient), on every rank. For models that fit on one device."""
     state = {}

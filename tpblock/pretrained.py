@@ -16,8 +16,7 @@ from torch import Tensor
 
 from parallel.agreement import exchange, together
 from parallel.group import TPGroup
-from parallel.regions import gather_pieces
-from parallel.state import named_layouts
+from parallel.state import global_tensors, named_layouts
 from tpblock.config import ModelConfig
 from tpblock.formats.checkpoint import Checkpoint
 from tpblock.formats.convert import Plan, finish_hf, hf_plan, open_checkpoint
@@ -116,7 +115,7 @@ def save_pretrained(
         raise CheckpointError(f"{checkpoint.path} is gone, whose tokenizer and other small files go with the weights")
     kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
     plan = hf_plan(checkpoint, kinds, max_shard_size)
-    group, tensors = ranks or group, tensors or _global_tensors(model)
+    group, tensors = ranks or group, tensors or global_tensors(model, model.group)
     with together(group, CheckpointError):
         try:
             if group.rank == 0:
@@ -124,12 +123,6 @@ def save_pretrained(
         finally:
             for _ in tensors:  # the ranks are to meet in every collective, whatever happened to the file
                 pass
-
-
-@torch.no_grad()
-def _global_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter, layout in named_layouts(model):
-        yield name, gather_pieces(parameter.detach(), layout, model.group)
 
 
 def _write(
