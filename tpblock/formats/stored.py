@@ -148,12 +148,9 @@ def shard_tensor(parameter: str, layout: Layout, rank: int, *, owned: bool = Fal
     if layout.dim is None:
         whole = whole_tensor(parameter, layout.shape)
         return StoredTensor(parameter, whole.shape, whole.extents if rank == 0 or not owned else ())
-    extents = []
-    for piece in layout.owned(rank) if owned else layout.pieces(rank):
-        box, origin = list(_whole(layout.shape)), [0] * len(layout.shape)
-        box[layout.dim], origin[layout.dim] = Run(piece.start, piece.start + piece.length), piece.local
-        extents.append(Extent(tuple(box), tuple(origin)))
-    return StoredTensor(parameter, layout.local_shape(rank), tuple(extents))
+    pieces = layout.owned(rank) if owned else layout.pieces(rank)
+    extents = tuple(_run(layout, piece.start, piece.length, piece.local) for piece in pieces)
+    return StoredTensor(parameter, layout.local_shape(rank), extents)
 
 
 def hf_tensors(parameter: str, layout: Layout, stored: Sequence[Stored], config: ModelConfig) -> dict[str, StoredTensor]:
@@ -190,21 +187,22 @@ def hf_tensors(parameter: str, layout: Layout, stored: Sequence[Stored], config:
     return tensors
 
 
-def _runs(layout: Layout, start: int, length: int, at: int, head_dim: int | None) -> Iterator[Extent]:
-    """Rows [start, start + length) of a parameter's cut dimension that lie at ``at`` of a tensor."""
+def _run(layout: Layout, start: int, length: int, at: int, step: int = 1) -> Extent:
+    """Rows [start, start + length) of a parameter's cut dimension that lie at ``at`` of a tensor, ``step`` apart."""
     assert layout.dim is not None
+    box, origin = list(_whole(layout.shape)), [0] * len(layout.shape)
+    box[layout.dim], origin[layout.dim] = Run(start, start + length), at
+    return Extent(tuple(box), tuple(origin), step)
 
-    def extent(start: int, length: int, at: int, step: int = 1) -> Extent:
-        box, origin = list(_whole(layout.shape)), [0] * len(layout.shape)
-        box[layout.dim], origin[layout.dim] = Run(start, start + length), at  # type: ignore[index]
-        return Extent(tuple(box), tuple(origin), step)
 
+def _runs(layout: Layout, start: int, length: int, at: int, head_dim: int | None) -> Iterator[Extent]:
+    """The same in one extent, or with ``head_dim`` in two a head: the rotary pairs of a head lie side by side in the tensor."""
     if head_dim is None:
-        yield extent(start, length, at)
+        yield _run(layout, start, length, at)
         return
     for head in range(0, length, head_dim):
-        yield extent(start + head, head_dim // 2, at + head, step=2)
-        yield extent(start + head + head_dim // 2, head_dim // 2, at + head + 1, step=2)
+        yield _run(layout, start + head, head_dim // 2, at + head, step=2)
+        yield _run(layout, start + head + head_dim // 2, head_dim // 2, at + head + 1, step=2)
 
 
 def _intersection(a: tuple[Run, ...], b: tuple[Run, ...]) -> tuple[Run, ...] | None:
