@@ -2,9 +2,10 @@
 
     python -m benchmarks.convert --gigabytes 2
 
-The four take turns in one run; before each, what was written is removed, the disk's queue emptied, and as much memory touched as
+The four take turns in one run. Before each, what was written is removed, the disk's queue emptied, and as much memory touched as
 will be written: a virtual machine's host takes back what is free, and giving it again may take longer than the work. Speed is
-that of the work without the seconds in which Python starts and imports torch. Memory is that of the programs, started as their users do.
+that of the work without the seconds in which Python starts and imports torch. Memory is that of the programs, started as their
+users do.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ group to broadcast and average over, and over which to add up gradient norms) an
 norm counts it on every rank or on the first alone). This module gives it both, replaces what it computes wrongly beside tensor
 parallelism, and refuses what it would do wrongly in silence. docs/deepspeed.md lists these, with DeepSpeed's version.
 
-The only module that imports DeepSpeed; nothing imports this one but who wants DeepSpeed. From then on DeepSpeed's engine refuses
-a cut model without our ``mpu``, since it has no other place to notice one: ``DeepSpeedEngine.__init__`` is wrapped at the end.
+This module and deepspeed_norms.py alone import DeepSpeed; nothing imports them but who wants DeepSpeed. From then on DeepSpeed's
+engine refuses a cut model without our ``mpu``, since it has no other place to notice one, and ``zero.Init`` refuses our ``mpu``:
+their constructors are wrapped at the end.
 """
 
 from __future__ import annotations
@@ -33,16 +34,14 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from launch.deepspeed_norms import SharedRows, correct_norms
 from parallel.agreement import together
 from parallel.gradients import check_replicas, clip_grad_norm_, grad_norm
 from parallel.group import TPGroup
@@ -142,10 +141,8 @@ def initialize(
         named = settings.get("optimizer", {})
         if named.get("type", "").lower() in ("adam", "adamw") and not _zero(settings).get("offload_optimizer"):
             named.setdefault("params", {}).setdefault("torch_adam", True)
-    index = device.index or 0
-    os.environ.setdefault("LOCAL_RANK", str(index))  # it insists on it, and looks for MPI if it has to start the ranks itself
     engine, *_ = deepspeed.initialize(
-        args=SimpleNamespace(device_rank=index),
+        args=SimpleNamespace(device_rank=device.index or 0),
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -246,6 +243,16 @@ def _check_optimizer(name: str, tp: int) -> None:
         )
 
 
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    own = set(model.parameters())
+    strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]
+    if strange:
+        raise ValueError(
+            f"the optimizer has {len(strange)} parameters that are not the model's, among them one of shape "
+            f"{tuple(strange[0].shape)}: make it of model.parameters(), after the model is where it is to be trained"
+        )
+
+
 def _check_device(device: torch.device) -> None:
     if device.type == "meta":
         raise ValueError("the model has no values yet, it is on the meta device: to_empty and initialise it, or load values")
@@ -293,8 +300,8 @@ def _check_layouts(model: nn.Module, group: TPGroup) -> None:
     for name, parameter, layout in named_layouts(model):
         if hasattr(parameter, "ds_id"):
             raise ValueError(
-                f"{name} is partitioned already: deepspeed.zero.Init cuts over all ranks, tensor-parallel ones included, "
-                "whatever its mpu. Build the model without it; initialize partitions over the data-parallel ranks"
+                f"{name} is partitioned already, by deepspeed.zero.Init. Build the model without it: initialize partitions over "
+                "the data-parallel ranks"
             )
         if layout.replicated:
             continue
@@ -466,112 +473,6 @@ def _gathered(parameter: nn.Parameter) -> AbstractContextManager[object]:
     return deepspeed.zero.GatheredParameters(parameter) if hasattr(parameter, "ds_id") else nullcontext()
 
 
-# -- gradient norms
-
-
-class _SharedRows:
-    """What several tensor-parallel ranks hold of some parameters (KV heads, when there are fewer of them than ranks).
-
-    DeepSpeed's norm counts a tagged parameter on every rank. It is therefore given gradients in which the rows are zero that an
-    earlier rank holds, too: what it adds up is then each row once.
-    """
-
-    def __init__(self, model: nn.Module, rank: int) -> None:
-        self.rank = rank
-        self.layouts = {parameter: layout for _, parameter, layout in named_layouts(model) if layout.shared}
-
-    def once(self, gradient: Tensor, parameter: nn.Parameter, start: int = 0) -> Tensor:
-        """The elements of the flattened gradient from ``start`` on, repeated rows zeroed; itself if there are none.
-
-        Elements beyond the parameter's are padding.
-        """
-        layout = self.layouts.get(parameter)
-        if layout is None:
-            return gradient
-        assert layout.dim is not None
-        shape, end = torch.Size(layout.local_shape(self.rank)), start + gradient.numel()
-        flat = gradient.new_zeros(max(end, shape.numel()))
-        flat[start:end] = gradient.flatten()
-        whole, owned = flat[: shape.numel()].view(shape), set(layout.owned(self.rank))
-        for piece in layout.pieces(self.rank):
-            if piece not in owned:
-                whole.narrow(layout.dim, piece.local, piece.length).zero_()
-        return flat[start:end]
-
-
-def _correct_norms(engine: TensorParallelEngine) -> None:
-    """Has the optimizer that DeepSpeed made count every element of the gradient once, where it would not.
-
-    Stages 1 to 3 are right but for shared rows. Without ZeRO, in half precision, the tags are lost (the unfused optimizer takes
-    the norm of gradients, not of parameters), and ours is used. In float32 see ``clip_fp32_gradients``.
-    """
-    optimizer, shared = engine.optimizer, _SharedRows(engine.module, engine.tp_group.rank)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        _use_our_norm(engine, optimizer)
-    elif not shared.layouts:
-        return
-    elif isinstance(optimizer, BF16_Optimizer):
-        _correct_bf16(optimizer, shared)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        _correct_stages_1_and_2(optimizer, shared)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        _correct_stage_3(optimizer, shared)
-
-
-def _use_our_norm(engine: TensorParallelEngine, optimizer: Any) -> None:
-    unscale_and_clip_grads = optimizer.unscale_and_clip_grads
-
-    def with_our_norm(_: Any, apply_scale: bool = True) -> Any:
-        scaled = float(grad_norm(engine.module, engine.tp_group))  # of gradients of the loss times the loss scale
-        optimizer._global_grad_norm = scaled / optimizer.loss_scale_config.cur_scale
-        return unscale_and_clip_grads(scaled, apply_scale)
-
-    optimizer.unscale_and_clip_grads = with_our_norm
-
-
-def _correct_bf16(optimizer: Any, shared: _SharedRows) -> None:
-    get_grads_for_norm = optimizer.get_grads_for_norm
-
-    def counted(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return get_grads_for_norm(for_clipping)
-        gradients, experts = get_grads_for_norm()
-        groups = zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True)
-        of = {id(g): p for gs, ps in groups for g, p in zip(gs, ps, strict=True)}
-        return [shared.once(gradient, of[id(gradient)]) for gradient in gradients], experts
-
-    optimizer.get_grads_for_norm = counted
-
-
-def _correct_stages_1_and_2(optimizer: Any, shared: _SharedRows) -> None:
-    """A partition is a run of the flattened parameters: it may begin and end within one."""
-    get_grad_norm_direct = optimizer.get_grad_norm_direct
-
-    def counted(gradients: list[Tensor], params: list[nn.Parameter], norm_type: float = 2) -> Any:
-        first = next(o for o, p in zip(optimizer.first_offset, optimizer.params_in_partition, strict=True) if p is params)
-        pairs = _without_padding(gradients, params)
-        once = [shared.once(g, p, first if i == 0 else 0) for i, (g, p) in enumerate(pairs)]
-        return get_grad_norm_direct(once, params, norm_type)
-
-    optimizer.get_grad_norm_direct = counted
-
-
-def _without_padding(gradients: list[Tensor], params: list[nn.Parameter]) -> Iterator[tuple[Tensor, nn.Parameter]]:
-    return zip((g for g in gradients if not getattr(g, "_zero_padding", False)), params, strict=False)
-
-
-def _correct_stage_3(optimizer: Any, shared: _SharedRows) -> None:
-    """Each parameter is flattened, padded and cut on its own."""
-    get_grad_norm_direct = optimizer.get_grad_norm_direct
-
-    def counted(gradients: list[Tensor], params: list[Any], norm_type: float = 2) -> Any:
-        starts = [parameter.partition_numel() * optimizer._get_param_partition_rank(parameter) for parameter in params]
-        once = [shared.once(g, p, start) for g, p, start in zip(gradients, params, starts, strict=True)]
-        return get_grad_norm_direct(once, params, norm_type)
-
-    optimizer.get_grad_norm_direct = counted
-
-
 # -- the door
 
 
@@ -590,14 +491,18 @@ def _construct(original: Callable[..., None]) -> Callable[..., None]:
                     "pass mpu=launch.deepspeed.mpu(mesh)"
                 )
             return original(self, args, model, *rest, mpu=mpu, **options)
+        os.environ.setdefault("LOCAL_RANK", str(next(model.parameters()).device.index or 0))  # it insists on it
         group = _group_of(model, mpu)
         if type(self) is not DeepSpeedEngine:
             raise ValueError(f"a {type(self).__name__} does not work beside tensor parallelism, DeepSpeed's plain engine does")
         settings = options["config_class"]
-        _check_settings(settings._param_dict, mpu, options.get("optimizer"))
+        optimizer = options.get("optimizer")
+        _check_settings(settings._param_dict, mpu, optimizer)
         _check_model(model, group)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _check_parameters(optimizer, model)
         zero = settings.zero_config
-        if zero.offload_optimizer is not None and (shared := _SharedRows(model, group.rank).layouts):
+        if zero.offload_optimizer is not None and (shared := SharedRows(model, group.rank).layouts):
             raise ValueError(
                 f"offload_optimizer does not work where ranks share rows ({len(shared)} parameters with fewer KV heads than the "
                 f"{group.size} tensor-parallel ranks): their gradient norm is taken before they can be counted once"
@@ -609,12 +514,28 @@ def _construct(original: Callable[..., None]) -> Callable[..., None]:
         self.__class__ = TensorParallelEngine
         self.tp_group = group
         _check_optimizer(type(self.basic_optimizer).__name__, group.size)  # what a function made is known only now
-        if isinstance(self.optimizer, FP16_Optimizer) and _SharedRows(model, group.rank).layouts:
+        if isinstance(self.optimizer, FP16_Optimizer) and SharedRows(model, group.rank).layouts:
             raise ValueError(
                 "the fused optimizer of ZeRO stage 0 counts rows that ranks share several times: set torch_adam in the config's "
                 "optimizer, or use ZeRO stage 1"
             )
-        _correct_norms(self)
+        correct_norms(self)
+
+    return construct
+
+
+def _construct_init(original: Callable[..., None]) -> Callable[..., None]:
+    """``zero.Init.__init__``, which partitions over the tensor-parallel ranks, too, if it is given an mpu. DeepSpeed's own calls
+    name a module whose parameters have been looked at."""
+
+    @functools.wraps(original)
+    def construct(self: Any, module: nn.Module | None = None, *rest: Any, mpu: Any = None, **options: Any) -> None:
+        if module is None and isinstance(mpu, ModelParallelUnit) and mpu.get_model_parallel_world_size() > 1:
+            raise ValueError(
+                f"deepspeed.zero.Init partitions over all ranks whatever its mpu, the {mpu.get_model_parallel_world_size()} "
+                "tensor-parallel ones included. Build the model without it: initialize partitions over the data-parallel ranks"
+            )
+        original(self, module, *rest, mpu=mpu, **options)
 
     return construct
 
@@ -625,3 +546,4 @@ if get_accelerator().device_name() == "cpu":
 # Names of collectives that torch 2.13 has replaced and DeepSpeed 0.19 still uses: a line for each call of each rank.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 DeepSpeedEngine.__init__ = _construct(DeepSpeedEngine.__init__)
+Init.__init__ = _construct_init(Init.__init__)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (make install says why)")
 
@@ -291,9 +292,9 @@ def norms_without(mesh: DeviceMesh, correction: str, cases: list[Case]) -> list[
     ("correction", "cases"),
     [
         ("_tag", [Case(UNEVEN, stage) for stage in (1, 2, 3)]),
-        ("_correct_norms", [Case(MULTI_QUERY, stage) for stage in (1, 2, 3)]),
-        ("_correct_norms", [Case(UNEVEN, 0, dtype="bfloat16")]),
-        ("_correct_norms", [Case(MULTI_QUERY, 1, dtype="bfloat16", grad_accum_dtype="fp32")]),
+        ("correct_norms", [Case(MULTI_QUERY, stage) for stage in (1, 2, 3)]),
+        ("correct_norms", [Case(UNEVEN, 0, dtype="bfloat16")]),
+        ("correct_norms", [Case(MULTI_QUERY, 1, dtype="bfloat16", grad_accum_dtype="fp32")]),
     ],
 )
 def test_each_correction_is_needed(pools: dict[int, Pool], correction: str, cases: list[Case]) -> None:
@@ -507,17 +508,35 @@ def test_shards_that_no_layout_tells_of(pools: dict[int, Pool]) -> None:
         pools[2].run_mesh(2, 1, shards_without_layouts, 4)
 
 
-def built_in_zero_init(mesh: DeviceMesh) -> None:
+def built_in_zero_init(mesh: DeviceMesh, config: ModelConfig, with_mpu: bool) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")  # as torchrun would
     settings = SETTINGS | {"zero_optimization": {"stage": 3}}
-    with deepspeed.zero.Init(config_dict_or_path=settings, mpu=ours.mpu(mesh)):
-        model = Decoder(EVEN, group=TPGroup.from_mesh(mesh["tp"]), seed=None)
+    given = {"mpu": ours.mpu(mesh)} if with_mpu else {"data_parallel_group": mesh.get_group("dp")}
+    with deepspeed.zero.Init(config_dict_or_path=settings, **given):
+        model = Decoder(config, group=TPGroup.from_mesh(mesh["tp"]), seed=None)
     ours.initialize(model, mesh, settings, torch.optim.SGD(model.parameters()))
 
 
-def test_a_model_that_zero_init_has_partitioned(pools: dict[int, Pool]) -> None:
-    with pytest.raises(ValueError, match=r"embedding.weight is partitioned already: deepspeed.zero.Init cuts over all ranks"):
-        pools[2].run_mesh(2, 1, built_in_zero_init)
+@pytest.mark.parametrize("config", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_zero_init_with_an_mpu(pools: dict[int, Pool], config: ModelConfig) -> None:
+    """DeepSpeed would partition over the tensor-parallel ranks, too: gloo aborts if their shards differ in size."""
+    with pytest.raises(ValueError, match=r"zero.Init partitions over all ranks whatever its mpu, the 2 tensor-parallel ones"):
+        pools[2].run_mesh(2, 1, built_in_zero_init, config, True)
+
+
+def test_a_model_that_is_partitioned_already(pools: dict[int, Pool]) -> None:
+    with pytest.raises(ValueError, match=r"embedding.weight is partitioned already, by deepspeed.zero.Init. Build the model"):
+        pools[2].run_mesh(2, 1, built_in_zero_init, UNEVEN, False)
+
+
+def with_another_models_optimizer(mesh: DeviceMesh) -> None:
+    model, other = (Decoder(EVEN, group=TPGroup.from_mesh(mesh["tp"])) for _ in range(2))
+    ours.initialize(model, mesh, SETTINGS, torch.optim.SGD(other.parameters()))
+
+
+def test_an_optimizer_of_another_model(pools: dict[int, Pool]) -> None:
+    with pytest.raises(ValueError, match=r"the optimizer has 23 parameters that are not the model's, among them one of shape"):
+        pools[2].run_mesh(2, 1, with_another_models_optimizer)
 
 
 # -- deepspeed.initialize without the helper
@@ -540,7 +559,7 @@ def test_a_forgotten_mpu(pools: dict[int, Pool]) -> None:
 
 def with_mpu(mesh: DeviceMesh, case: Case) -> list[float | None]:
     model = case.make_model(TPGroup.from_mesh(mesh["tp"]))
-    os.environ["LOCAL_RANK"] = str(torch.get_default_device().index or 0)
+    os.environ.pop("LOCAL_RANK", None)  # which DeepSpeed insists on, and who starts ranks by hand need not know
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=case.make_optimizer(model), mpu=ours.mpu(mesh), config=case.settings(mesh["dp"].size())
     )
@@ -677,3 +696,19 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(told) == 10 and printed[0] == pytest.approx(told, abs=2e-3)
     assert printed[1] == pytest.approx(told, abs=2e-3)
     assert not (tmp_path / "extensions").exists() or not list((tmp_path / "extensions").rglob("*.so"))
+
+
+@pytest.mark.slow
+def test_numactl_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's launcher starts the example without it, and names it where it is asked to bind ranks to cores."""
+    assert EXAMPLE is not None
+    (tmp_path / "mine_ds.py").write_text(EXAMPLE[1])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(get_free_port()))
+    ended = python(*launcher, "mine_ds.py", cwd=tmp_path)
+    assert ended.code == 0, ended.errors
+    told, printed = (re.findall(r"step \d: loss \d+\.\d", text) for text in (DOCUMENT, ended.output))
+    assert len(told) == 5 and printed == told
+    ended = python(*launcher, "--bind_cores_to_rank", "mine_ds.py", cwd=tmp_path)
+    assert ended.code != 0 and "No such file or directory: 'numactl'" in ended.errors
