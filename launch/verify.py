@@ -18,13 +18,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.environment import Environment, Options, UserError, launch, make_deterministic, parse
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup, single_device
 from parallel.regions import merge_tokens
 from parallel.state import gather_state
+from parallel.traffic import Recorder
 from tpblock import Decoder, ModelConfig, load_pretrained, preset
 from tpblock.formats.checkpoint import read_config
 
@@ -78,19 +78,6 @@ class VerifyConfig(Options):
         return dataclasses.replace(config, **changes)
 
 
-class Counting(TorchDispatchMode):
-    """Counts the collectives that are issued while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            self.counts[func.__name__.split(".")[0].rstrip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass
 class Outcome:
     """What a run computed, whole: for each kind of quantity its tensors by name."""
@@ -126,10 +113,10 @@ def compute(config: VerifyConfig, model: Decoder, device: torch.device) -> Outco
     hidden: list[Tensor] = []
     model.stack.register_forward_hook(lambda _module, _inputs, output: hidden.append(output.detach()))
     generator = torch.Generator().manual_seed(config.seed)
-    counting = Counting()
+    recorder = Recorder(group)
     for step in range(config.steps):
         ids = torch.randint(vocab_size, (config.batch, config.seq_len + 1), generator=generator).to(device)
-        with counting:
+        with recorder:
             loss = model(ids[:, :-1], labels=ids[:, 1:], step=step)
             loss.backward()
         name = f"step {step + 1}"
@@ -146,7 +133,7 @@ def compute(config: VerifyConfig, model: Decoder, device: torch.device) -> Outco
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     tensors["weights"] = gather_state(model, group)
-    return Outcome(tensors, counting.counts)
+    return Outcome(tensors, Counter(sent.kind for sent in recorder.collectives))
 
 
 def compare(ours: Outcome, single: Outcome, allowed: float | None) -> tuple[Table, bool]:

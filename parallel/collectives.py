@@ -1,8 +1,9 @@
 """Raw collectives over a TPGroup. No autograd here: see regions.py for the differentiable pairs.
 
-All go through torch's functional collectives, which run eagerly, overlap with what follows until they are waited for, and are
-traced by torch.compile as they stand. None writes to a tensor that the caller did not hand over: the ``start_*`` functions take
-a buffer that the caller has just made and owns (written "owned" below), the others leave their input alone.
+All overlap with what follows until they are waited for. Under torch.compile they go through torch's functional collectives, which
+it can trace. Those wrap each call in autograd formulas written in Python, so the ``start_*`` functions, on which a block waits,
+call the process group itself in eager code. None writes to a tensor that the caller did not hand over: a buffer that the caller has
+just made and owns is written "owned" below.
 
 Uneven token counts (``counts``, one a rank) are padded to the largest on the wire and trimmed on arrival, nowhere else.
 """
@@ -10,8 +11,10 @@ Uneven token counts (``counts``, one a rank) are padded to the largest on the wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
@@ -21,6 +24,7 @@ Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
 
 _ops = torch.ops._c10d_functional
+_SUM = dist.ReduceScatterOptions()
 
 
 def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Pending:
@@ -29,10 +33,11 @@ def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | 
         return lambda: owned
     dtype = owned.dtype
     wire = (owned if reduce_dtype is None else owned.to(reduce_dtype)).contiguous()
-    # The in-place form saves an allocation the size of the activations, but cannot be traced (the compiler reuses buffers itself).
-    reduce = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
-    handle = reduce(wire, "sum", group.name)
-    return lambda: _ops.wait_tensor(handle).to(dtype)
+    if torch.compiler.is_compiling():
+        handle = _ops.all_reduce(wire, "sum", group.name)
+        return lambda: _ops.wait_tensor(handle).to(dtype)
+    work = group.connected.allreduce([wire])
+    return lambda: _wait(work, wire).to(dtype)
 
 
 def all_reduce(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
@@ -47,15 +52,15 @@ def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pendin
     if group.size == 1:
         return lambda: x
     widest = max(counts)
-    handle = _ops.all_gather_into_tensor(_pad_rows(x, widest).contiguous(), group.size, group.name)
-
-    def finish() -> Tensor:
-        gathered = _ops.wait_tensor(handle)
-        if sum(counts) == widest * group.size:
-            return gathered
-        return torch.cat([rows[:n] for rows, n in zip(gathered.split(widest), counts, strict=True)])
-
-    return finish
+    mine = _pad_rows(x, widest).contiguous()
+    if torch.compiler.is_compiling():
+        pending = partial(_ops.wait_tensor, _ops.all_gather_into_tensor(mine, group.size, group.name))
+    else:
+        rows = mine.new_empty(widest * group.size, *mine.shape[1:])
+        pending = partial(_wait, group.connected.all_gather_single(rows, mine), rows)
+    if sum(counts) == widest * group.size:
+        return pending
+    return lambda: torch.cat([rows[:n] for rows, n in zip(pending().split(widest), counts, strict=True)])
 
 
 def all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Tensor:
@@ -71,13 +76,23 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
     wire = x if reduce_dtype is None else x.to(reduce_dtype)
     if sum(counts) != widest * group.size:
         wire = torch.cat([_pad_rows(rows, widest) for rows in wire.split(list(counts))])
-    handle = _ops.reduce_scatter_tensor(wire.contiguous(), "sum", group.size, group.name)
-    return lambda: _ops.wait_tensor(handle)[: counts[group.rank]].to(dtype)
+    wire = wire.contiguous()
+    if torch.compiler.is_compiling():
+        pending = partial(_ops.wait_tensor, _ops.reduce_scatter_tensor(wire, "sum", group.size, group.name))
+    else:
+        rows = wire.new_empty(widest, *wire.shape[1:])
+        pending = partial(_wait, group.connected.reduce_scatter_single(rows, wire, _SUM), rows)
+    return lambda: pending()[: counts[group.rank]].to(dtype)
 
 
 def all_to_all(x: Tensor, group: TPGroup, *, given: Sequence[int], taken: Sequence[int]) -> Tensor:
     """Sends rank r the next ``given[r]`` rows of ``x`` and stacks the ``taken[r]`` rows that each rank r sent."""
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(taken), list(given), group.name))
+
+
+def _wait(work: dist.Work, result: Tensor) -> Tensor:
+    work.wait()
+    return result
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -13,7 +13,8 @@ A fused weight is therefore global ``[gate; up]`` and local ``[gate_r; up_r]``, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -114,14 +115,31 @@ class Layout:
     ``owners`` says which run of shards each rank owns; None: one shard a rank.
     """
 
-    # No cached_property: torch.compile cannot trace the lock that it takes on Python 3.11.
-
     shape: tuple[int, ...]
     dim: int | None = None
     parts: tuple[Part, ...] = ()
     owners: tuple[Run, ...] | None = None
+    # What follows from these and is asked for in every forward pass. (torch.compile cannot trace cached_property.)
+    rank_shards: tuple[Run, ...] = field(init=False, repr=False, compare=False)
+    """The run of shards that each rank owns."""
+    uncut: bool = field(init=False, repr=False, compare=False)
+    """Whether there is one shard, so that the local tensor is the global one."""
+    shared: tuple[Part, ...] = field(init=False, repr=False, compare=False)
+    """The parts of which several shards hold the same rows (KV heads, when there are more shards than KV heads)."""
+    sizes_by_shard: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The length of the cut dimension of each shard."""
 
     def __post_init__(self) -> None:
+        self._check()
+        count = len(self.parts[0].runs) if self.parts else 0
+        rank_shards = self.owners if self.owners is not None else tuple(Run(shard, shard + 1) for shard in range(count))
+        shared = tuple(part for part in self.parts if any(a == b for a, b in pairwise(part.runs)))
+        sizes = tuple(sum(run.length for run in runs) for runs in zip(*(part.runs for part in self.parts), strict=True))
+        derived = {"rank_shards": rank_shards, "uncut": count == 1, "shared": shared, "sizes_by_shard": sizes}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
         if self.dim is None:
             return
         names, shards = [part.name for part in self.parts], {len(part.runs) for part in self.parts}
@@ -148,21 +166,10 @@ class Layout:
             at += part.size
         return starts
 
-    @property
-    def rank_shards(self) -> tuple[Run, ...]:
-        """The run of shards that each rank owns."""
-        if self.owners is not None:
-            return self.owners
-        return deal(len(self.parts[0].runs), len(self.parts[0].runs)) if self.parts else ()
-
     def shard_sizes(self, rank: int) -> list[int]:
         """The length of the cut dimension of each shard that ``rank`` owns."""
-        return [sum(part.runs[shard].length for part in self.parts) for shard in range(*self.rank_shards[rank])]
-
-    @property
-    def uncut(self) -> bool:
-        """Whether there is one shard, so that the local tensor is the global one."""
-        return sum(run.length for run in self.rank_shards) == 1
+        run = self.rank_shards[rank]
+        return list(self.sizes_by_shard[run.start : run.stop])
 
     def pieces_by_shard(self, rank: int) -> list[tuple[Piece, ...]]:
         """What each shard of ``rank`` holds, part by part, in local order."""
@@ -191,11 +198,6 @@ class Layout:
             for part, piece in zip(self.parts, pieces, strict=True)
             if shard == 0 or part.runs[shard] != part.runs[shard - 1]  # those that share a run are neighbours
         )
-
-    @property
-    def shared(self) -> tuple[Part, ...]:
-        """The parts of which several shards hold the same rows (KV heads, when there are more shards than KV heads)."""
-        return tuple(part for part in self.parts if any(a == b for a, b in zip(part.runs, part.runs[1:], strict=False)))
 
     @property
     def features(self) -> Layout:

@@ -14,6 +14,7 @@ from parallel.group import TPGroup
 from parallel.layout import attention_parts
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.regions import token_counts
+from parallel.traffic import collective
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 """Tolerances of float64 comparisons: far below any wrong term, far above rounding."""
@@ -39,22 +40,18 @@ def rows_of(tokens: int, group: TPGroup) -> slice:
 
 
 class OpRecord(TorchDispatchMode):
-    """The names of all operators that run inside it, in order, e.g. ``aten.mm``, ``_c10d_functional.all_reduce_``."""
+    """The names of all operators that run inside it, in order, e.g. ``aten.mm``, and the kinds of the collectives among them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.collectives: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func).removesuffix(".default"))
+        if kind := collective(func):
+            self.collectives.append(kind)
         return func(*args, **(kwargs or {}))
-
-    @property
-    def collectives(self) -> list[str]:
-        """The communication that was started (waiting is not counted)."""
-        names = [name.partition("::")[2] or name for name in self.names]
-        started = [name.rpartition(".")[2] for name in names if name.startswith(("_c10d_functional.", "c10d."))]
-        return [name.removesuffix("_") for name in started if name != "wait_tensor"]
 
 
 class Sample(nn.Module):

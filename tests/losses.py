@@ -207,12 +207,11 @@ def joined(results: list[list[Tensor | None]]) -> list[Tensor | None]:
 
 
 class Traffic(OpRecord):
-    """Also what is sent, as elements and dtype, and about floating tensors of at least ``large`` elements that operators make:
-    the size of the largest, and how many exist at a time."""
+    """Also about floating tensors of at least ``large`` elements that operators make: the size of the largest, and how many exist
+    at a time."""
 
     def __init__(self, large: int = 0) -> None:
         super().__init__()
-        self.sent: list[tuple[int, torch.dtype]] = []
         self.large, self.largest, self.most = large, 0, 0
         self.alive: set[weakref.ref[Any]] = set()
 
@@ -222,6 +221,4 @@ class Traffic(OpRecord):
             self.largest = max(self.largest, out.numel())
             self.alive.add(weakref.ref(out.untyped_storage(), self.alive.discard))  # equal to one of the same storage
             self.most = max(self.most, len(self.alive))
-        if str(func).startswith("_c10d_functional.") and "wait" not in str(func):
-            self.sent.append((args[0].numel(), args[0].dtype))
         return out

@@ -158,7 +158,7 @@ def sends(group: TPGroup) -> list[str]:
 
 def test_a_step_sends_two_sums_a_layer_one_for_the_embedding_and_the_logits(pool: Pool) -> None:
     for found in pool.run(2, sends):
-        assert found == ["all_reduce"] * (2 * LLAMA.layers + 1) + ["all_gather_into_tensor"]
+        assert found == ["all_reduce"] * (2 * LLAMA.layers + 1) + ["all_gather"]
 
 
 def test_refusals() -> None:

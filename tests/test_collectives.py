@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import collectives
 from parallel.gradients import clip_grad_norm_, grad_norm
 from parallel.group import TPGroup
 from parallel.linear import RowParallelLinear
 from parallel.regions import token_counts
+from parallel.traffic import Recorder, Sent
 from tests.pool import Pool
 from tpblock import Activation, Bias, Block, Context, Decoder, ModelConfig, Norm, Placement, Position, QKNorm
 
@@ -48,42 +48,11 @@ CONFIGS = {
 }
 
 
-class Sent(NamedTuple):
-    kind: str
-    elements: int
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-
-class Recorder(TorchDispatchMode):
-    """Notes every collective that runs under it."""
-
-    KINDS = {"all_reduce": "all_reduce", "all_reduce_": "all_reduce", "reduce_scatter_tensor": "reduce_scatter"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[Sent] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
-        if namespace in ("_c10d_functional", "c10d", "c10d_functional") and name != "wait_tensor":
-            if name == "all_gather_into_tensor":
-                self.sent[Sent("all_gather", args[0].numel() * args[1], args[0].dtype)] += 1
-            else:  # anything unknown counts under its own name, and so fails the comparison
-                elements = args[0].numel() if isinstance(args[0], Tensor) else 0
-                self.sent[Sent(self.KINDS.get(name, name), elements, args[0].dtype)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
-def recorded(into: list[Counter[Sent]]) -> Iterator[None]:
-    with Recorder() as recorder:
+def recorded(into: list[Counter[Sent]], group: TPGroup) -> Iterator[None]:
+    with Recorder(group) as recorder:
         yield
-    into.append(recorder.sent)
+    into.append(Counter(recorder.collectives))
 
 
 def plain(counts: list[Counter[Sent]]) -> list[dict[tuple[str, int, str], int]]:
@@ -119,11 +88,11 @@ def run_block(
     x, context = activations(group, sp, batch, SEQ, options.get("dtype", torch.float32))
     counts: list[Counter[Sent]] = []
     with planted():
-        with recorded(counts):
+        with recorded(counts, group):
             y = block(x, context)
-        with recorded(counts):
+        with recorded(counts, group):
             y.backward(torch.ones_like(y))
-        with torch.no_grad(), recorded(counts):
+        with torch.no_grad(), recorded(counts, group):
             block(x, context)
     return plain(counts)
 
@@ -199,13 +168,13 @@ def run_decoder(group: TPGroup, config: ModelConfig, sp: bool, chunk: int, optio
     model = Decoder(config, group=group, sequence_parallel=sp, loss_chunk=chunk, **(options or {}))
     ids = torch.arange(TOKENS).view(BATCH, SEQ) % config.vocab_size
     counts: list[Counter[Sent]] = []
-    with recorded(counts):
+    with recorded(counts, group):
         loss = model(ids, ids)
-    with recorded(counts):
+    with recorded(counts, group):
         loss.backward()
-    with recorded(counts):
+    with recorded(counts, group):
         grad_norm(model, model.group)
-    with recorded(counts):
+    with recorded(counts, group):
         clip_grad_norm_(model, 0.1, model.group)
     return plain(counts)
 

@@ -15,6 +15,7 @@ from parallel import cross_entropy
 from parallel.cross_entropy import DenseCrossEntropy, TokenLoss
 from parallel.group import TPGroup, single_device
 from parallel.layout import Part
+from parallel.traffic import Recorder, Sent
 from parallel.vocab import linear_cross_entropy, vocab_parallel_cross_entropy, vocab_part
 from tests.helpers import randn
 from tests.losses import (
@@ -23,7 +24,6 @@ from tests.losses import (
     SIZES,
     WIDTH,
     Options,
-    Traffic,
     draw_labels,
     loss_and_gradient,
     off,
@@ -166,13 +166,13 @@ def test_dense_keeps_logits_and_one_number_a_token() -> None:
 def test_dense_communication(pool: Pool, ranks: int, smoothing: float) -> None:
     """One exchange of 3 or 4 float32 numbers a token forward, none backward."""
     for sent in pool.run(ranks, record_dense, smoothing):
-        assert sent == [("all_gather_into_tensor", ((4 if smoothing else 3) * 24, torch.float32))]
+        assert sent == [Sent("all_gather", (4 if smoothing else 3) * 24 * ranks, torch.float32)]
 
 
-def record_dense(group: TPGroup, smoothing: float) -> list[Any]:
-    with Traffic() as traffic:
+def record_dense(group: TPGroup, smoothing: float) -> list[Sent]:
+    with Recorder(group) as recorder:
         dense(group, 257, torch.bfloat16, Options(smoothing, 1e-3, ignored=0.2))
-    return list(zip(traffic.collectives, traffic.sent, strict=True))
+    return recorder.collectives
 
 
 WRONG_LOSSES: list[tuple[dict[str, Any], str]] = [

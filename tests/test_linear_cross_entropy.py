@@ -15,7 +15,9 @@ from parallel import cross_entropy
 from parallel.group import TPGroup
 from parallel.layout import column_layout
 from parallel.regions import gather_pieces
+from parallel.traffic import Recorder, Sent
 from parallel.vocab import vocab_part
+from tests.helpers import OpRecord
 from tests.losses import (
     OPTIONS,
     RANKS,
@@ -162,14 +164,13 @@ def backward_twice(group: TPGroup) -> bool:
 def record_head(group: TPGroup, head: Head, grad: bool = True) -> tuple[list[Any], ...]:
     """What is sent forward, and backward; the matrix products."""
     x, weight, bias, labels = head.local(group)
-    with Traffic() as forward, torch.set_grad_enabled(grad):
+    forward, backward, operators = Recorder(group), Recorder(group), OpRecord()
+    with operators, forward, torch.set_grad_enabled(grad):
         loss = head.loss(group, x, weight, bias, labels)
-    backward = Traffic()
     if grad:
-        with backward:
+        with operators, backward:
             loss.backward()
-    names = forward.names + backward.names
-    sent = [list(zip(t.collectives, t.sent, strict=True)) for t in (forward, backward)]
+    sent, names = (forward.collectives, backward.collectives), operators.names
     return *sent, [n for n in names if n.startswith(("aten.mm", "aten.addmm"))]
 
 
@@ -203,19 +204,19 @@ def test_chunked_communication(pool: Pool, smoothing: float, sequence_parallel: 
     head = Head(tokens=22, chunk=8, sequence_parallel=sequence_parallel, options=Options(smoothing))
     kinds = 4 if smoothing else 3
     for forward, backward, _ in pool.run(2, record_head, head):
-        statistics = [("all_gather_into_tensor", (kinds * n, torch.float64)) for n in (8, 8, 6)]
+        statistics = [Sent("all_gather", 2 * kinds * n, torch.float64) for n in (8, 8, 6)]
         if sequence_parallel:
-            assert forward == [("all_gather_into_tensor", (11 * WIDTH, torch.float64)), *statistics]
-            assert backward == [("reduce_scatter_tensor", (22 * WIDTH, torch.float64))]
+            assert forward == [Sent("all_gather", 22 * WIDTH, torch.float64), *statistics]
+            assert backward == [Sent("reduce_scatter", 22 * WIDTH, torch.float64)]
         else:
             assert forward == statistics
-            assert backward == [("all_reduce", (22 * WIDTH, torch.float64))]
+            assert backward == [Sent("all_reduce", 22 * WIDTH, torch.float64)]
 
 
 def test_chunked_reduces_in_the_dtype_asked_for(pool: Pool) -> None:
     head = Head(tokens=22, dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for _, backward, _ in pool.run(2, record_head, head):
-        assert backward == [("all_reduce", (22 * WIDTH, torch.float32))]
+        assert backward == [Sent("all_reduce", 22 * WIDTH, torch.float32)]
     actual, expected = joined(pool.run(2, head_results, head)), head_expected(head)
     assert difference(actual[1], expected[1]) < 6e-3  # type: ignore[arg-type]
 

@@ -92,7 +92,7 @@ def embed_infinite(group: TPGroup) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_embedding_communication(pool: Pool, sequence_parallel: bool) -> None:
     """One collective of the activations' size forward; backward none, or one under sequence parallelism."""
-    expected = ["reduce_scatter_tensor", "all_gather_into_tensor"] if sequence_parallel else ["all_reduce"]
+    expected = ["reduce_scatter", "all_gather"] if sequence_parallel else ["all_reduce"]
     for names in pool.run(2, record_embedding, sequence_parallel):
         assert names == expected
 

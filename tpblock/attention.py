@@ -85,7 +85,7 @@ class Attention(nn.Module):
         first, mask = context.window_keys if self.windowed else context.keys
         if context.cache is not None:
             k, v = (t[:, :, first:] for t in context.cache.append(self.layer, place, k, v))
-        if self.training and self.dropout.p > 0:
+        if self.dropout.active:
             mixed = self._with_dropout(q, k, v, shard, mask, context)
         else:
             causal = mask is None and context.start == 0

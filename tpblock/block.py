@@ -124,10 +124,13 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, update: Tensor, dropout: Dropout, context: Context) -> Tensor:
         """The residual sum, with dropout on the update at its global coordinates."""
+        update = update.view(x.shape)
+        if not dropout.active:
+            return x + update
         first = context.first_token
         if self.parallel.sequence_parallel:
             first += sum(token_counts(context.tokens, self.parallel.group)[: self.parallel.group.rank])
-        return x + dropout(update.view(x.shape), context, offset=first * self.config.dim)
+        return x + dropout(update, context, offset=first * self.config.dim)
 
     def check(self, x: Tensor, context: Context | None, step: int | None) -> Context:
         """The context of a forward pass on x, or a ValueError that says what does not fit. Nothing has been sent by then."""

@@ -24,11 +24,16 @@ class Dropout(nn.Module):
         """Ties the masks to (seed, name); ``name`` is the module's path in the model."""
         self.key = torch.tensor(rng.stream_key(seed, name)[0], device="cpu")
 
+    @property
+    def active(self) -> bool:
+        """Whether it would change anything."""
+        return self.training and self.p > 0
+
     def forward(
         self, x: Tensor, context: Context, *, offset: int, run: int | None = None, stride: int | None = None
     ) -> Tensor:
         """x with elements dropped; ``offset``, ``run``, ``stride`` give its global coordinates as in ``rng.dropout``."""
-        if self.p == 0 or not self.training:
+        if not self.active:
             return x
         if self.key is None:
             raise ValueError("dropout has no stream yet: call tpblock.initialise(model, seed) first")

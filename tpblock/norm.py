@@ -47,7 +47,8 @@ class TokenNorm(nn.Module):
 
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         """x [..., dim] or, under sequence parallelism, this rank's rows of ``tokens`` tokens -> the same shape."""
-        group, reduce_dtype, parameters = self.parallel.group, self.parallel.reduce_dtype, list(self.parameters())
+        group, reduce_dtype = self.parallel.group, self.parallel.reduce_dtype
+        parameters = [self.weight, self.bias] if self.biased else [self.weight]
         if group.invariant:
             if not self.parallel.sequence_parallel:
                 tokens = None

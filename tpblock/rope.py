@@ -108,8 +108,10 @@ def scaled(frequencies: Tensor, scaling: RopeScaling | None, total: int) -> Tens
 
 def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates the first 2 * tables' width features of every head of x [batch, seq, heads, head_dim] in the tables' precision."""
+    width = 2 * tables[0].shape[-1]
+    if width < x.shape[-1]:
+        rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
+        return torch.cat([apply_rotary(rotated, tables), rest], dim=-1)
     cos, sin = (table[:, None, :] for table in tables)
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
