@@ -1,16 +1,17 @@
 """Raw collectives over a TPGroup. No autograd here: see regions.py for the differentiable pairs.
 
 All overlap with what follows until they are waited for. Under torch.compile they go through torch's functional collectives, which
-it can trace. Those wrap each call in autograd formulas written in Python, so the ``start_*`` functions, on which a block waits,
-call the process group itself in eager code. None writes to a tensor that the caller did not hand over: a buffer that the caller has
-just made and owns is written "owned" below.
+it can trace. Those wrap each call in autograd formulas written in Python, so that in eager code the ``start_*`` functions, on which
+a block waits, call the process group itself; and between CPUs they exchange directly (exchange.py), but for large all-reduces. None
+writes to a tensor that the caller did not hand over: a buffer that the caller has just made and owns is written "owned" below.
 
-Uneven token counts (``counts``, one a rank) are padded to the largest on the wire and trimmed on arrival, nowhere else.
+Uneven token counts (``counts``, one a rank) are padded to the largest on the wire and trimmed on arrival, nowhere else (and not at
+all by exchange.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,13 +19,20 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from parallel import exchange
+from parallel.exchange import Pending
 from parallel.group import TPGroup
-
-Pending = Callable[[], Tensor]
-"""A collective under way: call it to wait for the result."""
 
 _ops = torch.ops._c10d_functional
 _SUM = dist.ReduceScatterOptions()
+
+DIRECT_BYTES = 1 << 18
+"""How much a rank may receive in an all-reduce by direct exchange: of more, gloo's own sends less."""
+
+
+def _direct(x: Tensor, group: TPGroup) -> bool:
+    """Whether collectives of x are direct exchanges."""
+    return group.over_gloo and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Pending:
@@ -33,6 +41,9 @@ def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | 
         return lambda: owned
     dtype = owned.dtype
     wire = (owned if reduce_dtype is None else owned.to(reduce_dtype)).contiguous()
+    if _direct(wire, group) and wire.nbytes * (group.size - 1) <= DIRECT_BYTES:
+        pending = exchange.start_all_reduce(wire, group)
+        return lambda: pending().to(dtype)
     if torch.compiler.is_compiling():
         handle = _ops.all_reduce(wire, "sum", group.name)
         return lambda: _ops.wait_tensor(handle).to(dtype)
@@ -51,6 +62,8 @@ def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pendin
     """Begins to stack the ranks' rows along dimension 0: [counts[rank], ...] -> [sum(counts), ...]."""
     if group.size == 1:
         return lambda: x
+    if _direct(x, group):
+        return exchange.start_all_gather(x.contiguous(), group, counts)
     widest = max(counts)
     mine = _pad_rows(x, widest).contiguous()
     if torch.compiler.is_compiling():
@@ -74,6 +87,9 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
         return lambda: x
     dtype, widest = x.dtype, max(counts)
     wire = x if reduce_dtype is None else x.to(reduce_dtype)
+    if _direct(wire, group):
+        pending = exchange.start_reduce_scatter(wire.contiguous(), group, counts)
+        return lambda: pending().to(dtype)
     if sum(counts) != widest * group.size:
         wire = torch.cat([_pad_rows(rows, widest) for rows in wire.split(list(counts))])
     wire = wire.contiguous()
@@ -87,6 +103,8 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
 
 def all_to_all(x: Tensor, group: TPGroup, *, given: Sequence[int], taken: Sequence[int]) -> Tensor:
     """Sends rank r the next ``given[r]`` rows of ``x`` and stacks the ``taken[r]`` rows that each rank r sent."""
+    if _direct(x, group):
+        return exchange.start_all_to_all(x.contiguous(), group, given, taken)()
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(taken), list(given), group.name))
 
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from parallel import collectives
+from parallel.exchange import Pending
 from parallel.group import TPGroup
 from parallel.layout import Part, Run
 from parallel.virtual import aligned, joined, sum_shards
@@ -230,9 +231,7 @@ class LinearCrossEntropy(Function):
         return dx, dw, db, *(None,) * 7
 
 
-def _start_sum(
-    leaves: list[Tensor], group: TPGroup, counts: list[int] | None, reduce_dtype: torch.dtype | None
-) -> collectives.Pending:
+def _start_sum(leaves: list[Tensor], group: TPGroup, counts: list[int] | None, reduce_dtype: torch.dtype | None) -> Pending:
     """Begins the sum of the shards' input gradients, which it may overwrite: whole, or with ``counts`` this rank's rows."""
     if group.invariant:
         total = sum_shards(leaves, group, scatter=counts is not None, reduce_dtype=reduce_dtype)

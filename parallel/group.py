@@ -7,7 +7,7 @@ holds no process group and never touches ``torch.distributed``, so the single-de
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +32,8 @@ class TPGroup:
     size: int = 1
     process_group: dist.ProcessGroup | None = None
     virtual_shards: int | None = None
+    over_gloo: bool = field(init=False, repr=False, compare=False)
+    """Whether gloo carries what ranks send from their CPUs."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -42,6 +44,9 @@ class TPGroup:
             raise ValueError(
                 f"{self.virtual_shards} virtual shards cannot be dealt over {self.size} ranks, one would own none"
             )
+
+        ranks = self.process_group
+        object.__setattr__(self, "over_gloo", ranks is not None and "cpu:gloo" in dist.get_backend_config(ranks))
 
     def __deepcopy__(self, _: object) -> TPGroup:
         """Itself: a copy of a module communicates over the same ranks, and a process group cannot be copied."""

@@ -20,6 +20,7 @@ from parallel.gradients import clip_grad_norm_, grad_norm
 from parallel.group import TPGroup
 from parallel.regions import token_counts
 from parallel.state import gather_state, scatter_state
+from tests.helpers import own_collectives
 from tests.oracle import OracleBlock, OracleDecoder, OracleStack
 from tests.oracle_loading import is_softmax_invariant, oracle_config, part_of, random_state, to_oracle
 from tests.plants import PLANTS
@@ -61,9 +62,11 @@ class Variant:
     activation_checkpointing: bool = False
     loss_chunk: int = 5
     plant: str | None = None
+    own_collectives: bool = False
+    """Of the process group, as on GPUs, instead of direct exchanges."""
 
     def planted(self) -> AbstractContextManager[object]:
-        return PLANTS[self.plant]() if self.plant else nullcontext()
+        return PLANTS[self.plant]() if self.plant else own_collectives() if self.own_collectives else nullcontext()
 
     def autocasting(self) -> AbstractContextManager[object]:
         """For one forward pass: autocast keeps the weights that it has converted, and would not see an optimizer's step."""

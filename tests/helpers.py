@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # entering the first dispatch mode would import it, in the middle of a test
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import attention_parts
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.regions import token_counts
-from parallel.traffic import collective
+from parallel.traffic import Sent, collective, listeners
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 """Tolerances of float64 comparisons: far below any wrong term, far above rounding."""
@@ -39,6 +42,11 @@ def rows_of(tokens: int, group: TPGroup) -> slice:
     return slice(start, start + counts[group.rank])
 
 
+def own_collectives() -> AbstractContextManager[object]:
+    """Collectives are those of the process group, as on GPUs, instead of direct exchanges between CPUs."""
+    return mock.patch.object(collectives, "_direct", lambda *_: False)
+
+
 class OpRecord(TorchDispatchMode):
     """The names of all operators that run inside it, in order, e.g. ``aten.mm``, and the kinds of the collectives among them."""
 
@@ -47,9 +55,20 @@ class OpRecord(TorchDispatchMode):
         self.names: list[str] = []
         self.collectives: list[str] = []
 
+    def __enter__(self) -> OpRecord:
+        listeners.append(self._note)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        listeners.remove(self._note)
+        super().__exit__(*error)
+
+    def _note(self, sent: Sent) -> None:
+        self.collectives.append(sent.kind)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func).removesuffix(".default"))
-        if kind := collective(func):
+        if kind := collective(func, args):
             self.collectives.append(kind)
         return func(*args, **(kwargs or {}))
 

@@ -131,11 +131,8 @@ def test_longrope_takes_the_frequencies_of_the_capacity() -> None:
 
 
 def test_memory_is_allocated_at_once_and_only_for_the_shards_of_a_rank() -> None:
-    class TwoRanks:
-        """Stands for a process group that is never used."""
-
-    for group, heads in ((single_device(), [2]), (TPGroup(1, 2, TwoRanks()), [1]), (TPGroup(virtual_shards=3), [1, 1, 1])):  # type: ignore[arg-type]
-        model = Decoder(LLAMA, group=group, dtype=torch.bfloat16)
+    for group, heads in ((single_device(), [2]), (TPGroup(1, 2), [1]), (TPGroup(virtual_shards=3), [1, 1, 1])):
+        model = Decoder(LLAMA, group=group, dtype=torch.bfloat16, device="meta")
         cache = KVCache(model, 5, 7)
         shapes = [[tuple(t.shape) for t in layer] for layer in cache.layers]
         assert shapes == [[(2, 5, h, 7, 4) for h in heads]] * 2

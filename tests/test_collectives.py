@@ -21,6 +21,7 @@ from parallel.group import TPGroup
 from parallel.linear import RowParallelLinear
 from parallel.regions import token_counts
 from parallel.traffic import Recorder, Sent
+from tests.helpers import OpRecord, own_collectives
 from tests.pool import Pool
 from tpblock import Activation, Bias, Block, Context, Decoder, ModelConfig, Norm, Placement, Position, QKNorm
 
@@ -154,10 +155,86 @@ def test_reduce_dtype_is_that_of_all_sums_and_of_nothing_else(pool: Pool, config
         assert found == [forward, backward, forward]
 
 
-def test_tokens_that_do_not_divide_are_padded_to_the_longest_share_only(pool: Pool) -> None:
-    """3 * 6 = 18 tokens on 4 ranks: 5, 5, 4, 4 are sent as 5 each."""
-    for found in pool.run(4, run_block, PRE, True, None, 3):
-        assert found[:2] == [expected(*forward_of(PRE, True, 20)), expected(*backward_of(PRE, True, 4, 20))]
+@pytest.mark.parametrize("own", [False, True])
+def test_tokens_that_do_not_divide_are_padded_to_the_longest_share_only(pool: Pool, own: bool) -> None:
+    """3 * 6 = 18 tokens on 4 ranks: 5, 5, 4, 4 are sent as 5 each by the process group's collectives."""
+    tokens = 20 if own else 18
+    for found in pool.run(4, run_block, PRE, True, None, 3, own_collectives if own else nullcontext):
+        assert found[:2] == [expected(*forward_of(PRE, True, tokens)), expected(*backward_of(PRE, True, 4, tokens))]
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["whole", "sequence-parallel"])
+def test_the_process_groups_own_collectives_are_as_many(pool: Pool, sp: bool) -> None:
+    for found in pool.run(2, run_block, PARALLEL_MQA, sp, None, BATCH, own_collectives):
+        assert found[:2] == [expected(*forward_of(PARALLEL_MQA, sp)), expected(*backward_of(PARALLEL_MQA, sp, 2))]
+
+
+# --- direct exchanges
+
+
+def exchanged(group: TPGroup, counts: list[int], dtype: torch.dtype) -> list[bool]:
+    """Whether each collective gives what the process group's own gives, and leaves its input alone."""
+    tokens, rank, same = sum(counts), group.rank, []
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 8, (tokens, 3), generator=generator).to(dtype)
+    part = torch.randint(-8, 8, (3, counts[rank]), generator=generator).to(dtype).t()  # not contiguous
+    turned = counts[rank:] + counts[:rank]  # rank r gives counts[r + s] rows to rank s, and so is given by it
+    given, taken = turned, turned
+    calls: list[Callable[[], Tensor]] = [
+        lambda: collectives.start_all_reduce(x.clone(), group)(),
+        lambda: collectives.start_all_gather(part, group, counts)(),
+        lambda: collectives.start_reduce_scatter(x, group, counts)(),
+        lambda: collectives.all_to_all(x, group, given=given, taken=taken),
+    ]
+    before = x.clone(), part.clone()
+    for call in calls:
+        result = call()
+        with own_collectives():
+            expected = call()
+        same.append(result.dtype == dtype and torch.equal(result, expected))
+        same.append(torch.equal(x, before[0]) and torch.equal(part, before[1]))
+    started = [collectives.start_all_gather(part * n, group, counts) for n in range(3)]  # several under way
+    same += [torch.equal(pending(), n * calls[1]()) for n, pending in reversed(list(enumerate(started)))]
+    return same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[3, 3], [2, 1], [1, 0], [4, 4, 3], [1, 0, 0], [2, 2, 2, 2], [3, 2, 2, 2], [0, 0, 0, 0]], ids=str
+)
+def test_direct_exchanges_give_what_the_process_group_gives(pool: Pool, counts: list[int], dtype: torch.dtype) -> None:
+    """Whole numbers, whose sums are exact in any order."""
+    for rank in pool.run(len(counts), exchanged, counts, dtype):
+        assert rank and all(rank), rank
+
+
+def sums(group: TPGroup) -> list[Tensor]:
+    x = torch.randn(101, 7, generator=torch.Generator().manual_seed(group.rank))
+    direct = collectives.start_all_reduce(x, group)()
+    return [direct, x]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_adds_in_the_order_of_the_ranks(pool: Pool, ranks: int) -> None:
+    found = pool.run(ranks, sums)
+    total = found[0][1] + found[1][1]
+    for _, x in found[2:]:
+        total = total + x
+    assert all(torch.equal(direct, total) for direct, _ in found)
+
+
+def received(group: TPGroup, elements: int) -> list[str]:
+    with OpRecord() as record:
+        collectives.start_all_reduce(torch.ones(elements), group)()
+    return [name for name in record.names if name.startswith("c10d.")] + record.collectives
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_all_reduces_are_those_of_the_process_group(pool: Pool, ranks: int) -> None:
+    most, others = collectives.DIRECT_BYTES // 4 // (ranks - 1), ranks - 1
+    for small, large in zip(pool.run(ranks, received, most), pool.run(ranks, received, most + 1), strict=True):
+        assert small == ["c10d.recv_"] * others + ["c10d.send"] * others + ["all_reduce"]
+        assert large == ["c10d.allreduce_", "all_reduce"]
 
 
 # --- a whole model

@@ -29,7 +29,7 @@ def longrope(short: int = 2, long: int = 2) -> LongRopeScaling:
 
 def on_rank(rank: int, size: int) -> TPGroup:
     """A group that can hold parameters on the meta device, but not communicate."""
-    return TPGroup(rank, size, object() if size > 1 else None)
+    return TPGroup(rank, size)
 
 
 # -- errors

@@ -153,6 +153,15 @@ def test_float64_equals_the_oracle(pool: Pool, case: Case, ranks: int) -> None:
     check(pool, ranks, case, [Variant(sequence_parallel=sp) for sp in BOTH])
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("llama", 2), ("multi-query", 3), ("gpt2", 2), ("neox", 4), ("fewer tokens than ranks", 4)]
+)
+def test_the_process_groups_own_collectives_equal_the_oracle(pool: Pool, name: str, ranks: int) -> None:
+    virtual_shards = (None, 4)
+    variants = [Variant(sequence_parallel=sp, own_collectives=True, virtual_shards=v) for sp in BOTH for v in virtual_shards]
+    check(pool, ranks, CASES[name], variants)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_c23_qk_norm_gradients_are_complete_with_fewer_kv_heads_than_ranks(pool: Pool, ranks: int) -> None:
     """Ranks that share a key head each know a part of its gradient, and so of that of the norm's weight."""

@@ -437,7 +437,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=fault):
             dataclasses.replace(case, virtual_shards=shards).model(single_device())
     with pytest.raises(ValueError, match="2 virtual shards cannot be dealt over 3 ranks"):
-        TPGroup(0, 3, mock.Mock()).with_virtual_shards(2)
+        TPGroup(0, 3).with_virtual_shards(2)
 
 
 @pytest.mark.parametrize("virtual_shards", [1, 4])

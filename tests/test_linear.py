@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -18,7 +19,6 @@ from parallel.layout import Layout, Part, attention_parts
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.regions import add_pieces, gather_pieces, take_pieces
 from parallel.state import gather_state, named_layouts, scatter_state
-from parallel.traffic import KINDS
 from tests.helpers import EXACT, OpRecord, labelled, randn, rows_of
 from tests.pool import Pool, device_type
 
@@ -306,6 +306,9 @@ def test_c17_which_biases_are_cut(pool: Pool, ranks: int) -> None:
 # -- the order of things
 
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
 def order(group: TPGroup, kind: str, sequence_parallel: bool) -> list[str]:
     """GEMMs and communication of one backward pass."""
     if kind == "column":
@@ -317,15 +320,18 @@ def order(group: TPGroup, kind: str, sequence_parallel: bool) -> list[str]:
     y = linear(x, tokens=4 * group.size) if kind == "column" and sequence_parallel else linear(x)
     record = OpRecord()
 
-    def wait(work: Any, result: Tensor) -> Tensor:
-        record.names.append("wait")
-        work.wait()
-        return result
+    def noted(kind: str, start: Callable[..., Callable[[], Tensor]]) -> Callable[..., Callable[[], Tensor]]:
+        def started(*args: Any) -> Callable[[], Tensor]:
+            record.names.append(kind)
+            pending = start(*args)
+            return lambda: record.names.append("wait") or pending()
 
-    with record, mock.patch.object(collectives, "_wait", wait):
+        return started
+
+    starts = {f"start_{kind}": noted(kind, getattr(collectives, f"start_{kind}")) for kind in KINDS}
+    with record, mock.patch.multiple(collectives, **starts):
         y.backward(torch.ones_like(y))
-    names = {"aten.mm": "mm", "wait": "wait"} | {f"c10d.{name}": kind for name, kind in KINDS.items()}
-    return [names[name] for name in record.names if name in names]
+    return [name.removeprefix("aten.") for name in record.names if name in {"aten.mm", "wait", *KINDS}]
 
 
 def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(pool: Pool) -> None:

@@ -156,7 +156,7 @@ def test_tokens_in_any_number(pool: Pool, ranks: int, tokens: int) -> None:
 
 
 def test_token_counts_are_dealt_evenly() -> None:
-    counts = [token_counts(7, TPGroup(0, n, object() if n > 1 else None)) for n in (1, 2, 3, 4)]
+    counts = [token_counts(7, TPGroup(0, n)) for n in (1, 2, 3, 4)]
     assert counts == [[7], [4, 3], [3, 2, 2], [2, 2, 2, 1]]
 
 

@@ -142,7 +142,7 @@ def test_the_single_device_by_itself() -> None:
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (2, 2), (0, 0)])
 def test_ranks_outside_the_group(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} is outside a tensor-parallel group of size {size}"):
-        TPGroup(rank, size, object())
+        TPGroup(rank, size)
 
 
 def test_several_ranks_need_a_process_group_to_communicate() -> None:

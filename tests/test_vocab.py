@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_embedding_equals_torch(pool: Pool, ranks: int, vocab: int, dtype: torch
 
 
 def vocab_runs(units: int, ranks: int) -> Any:
-    return vocab_part(units, TPGroup(0, ranks, mock.Mock()) if ranks > 1 else single_device()).runs
+    return vocab_part(units, TPGroup(0, ranks) if ranks > 1 else single_device()).runs
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -163,7 +162,7 @@ def test_wrong_tables() -> None:
     with pytest.raises(ValueError, match="positive sizes, got num_embeddings=0 and embedding_dim=4"):
         VocabParallelEmbedding(0, 4, group=single_device())
     with pytest.raises(ValueError, match="vocab: 3 cannot be dealt over 4 tensor-parallel shards"):
-        VocabParallelEmbedding(3, 4, group=TPGroup(0, 4, mock.Mock()))
+        VocabParallelEmbedding(3, 4, group=TPGroup(0, 4))
 
 
 # Faults that other systems had, by their number ------------------------------------------------------------------------------
