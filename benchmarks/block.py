@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import peer
+from benchmarks import peer, timing
 from benchmarks.plain import PlainBlock
 from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, header, measure, save, table
-from parallel import collectives
+from benchmarks.traffic import silent_collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
 from parallel.state import gather_state
@@ -144,35 +142,6 @@ def check_equal(what: str, ours: Tensor, theirs: Tensor | None) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item(), msg=lambda m: f"{what}: {m}")
 
 
-_buffers: dict[tuple[int, ...], Tensor] = {}
-
-
-@contextmanager
-def silent_collectives() -> Iterator[None]:
-    """Replaces the collectives by ones that return at once something of the right shape."""
-
-    def gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Tensor:
-        shape = (sum(counts), *x.shape[1:])
-        if shape not in _buffers:
-            _buffers[shape] = x.repeat(group.size, *[1] * (x.ndim - 1))[: shape[0]]
-        return _buffers[shape].detach()
-
-    silent: dict[str, Callable[..., object]] = {
-        "start_all_reduce": lambda owned, *_: lambda: owned,
-        "start_all_gather": lambda x, group, counts: lambda: gather(x, group, counts),
-        "all_gather": gather,
-        "start_reduce_scatter": lambda x, group, counts, *_: lambda: x[: counts[group.rank]],
-    }
-    real = {name: getattr(collectives, name) for name in silent}
-    for name, function in silent.items():
-        setattr(collectives, name, function)
-    try:
-        yield
-    finally:
-        for name, function in real.items():
-            setattr(collectives, name, function)
-
-
 @dataclass(frozen=True)
 class Result:
     """One line of the table, and the samples behind it."""
@@ -253,10 +222,7 @@ def command(world: int, arguments: Sequence[str]) -> str:
     given = list(arguments)
     if "--peer-python" in given:
         given[given.index("--peer-python") + 1] = "PEER/bin/python"
-    threads = os.environ.get("OMP_NUM_THREADS")
-    prefix = f"OMP_NUM_THREADS={threads} " if threads else ""
-    start = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
-    return f"{prefix}{start} -m benchmarks.block {shlex.join(given)}".strip()
+    return timing.command("benchmarks.block", world, given)
 
 
 if __name__ == "__main__":

@@ -73,15 +73,15 @@ def test_c91_meeting_waits_for_the_device_and_then_for_the_ranks(monkeypatch: py
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"synchronise {device}"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "barrier", lambda: log.append("barrier"))
+    monkeypatch.setattr(dist, "barrier", lambda group: log.append(f"barrier {group}"))
     Ranks(torch.device("cuda", 1)).meet()
     Ranks(torch.device("cpu")).meet()
-    assert log == ["synchronise cuda:1", "barrier", "barrier"]
+    assert log == ["synchronise cuda:1", "barrier None", "barrier None"]
 
 
 def test_c91_the_maximum_is_taken_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        assert op == dist.ReduceOp.MAX and values.dtype == torch.float64
+    def all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+        assert group is None and op == dist.ReduceOp.MAX and values.dtype == torch.float64
         torch.maximum(values, torch.tensor([2.0, 2.0], dtype=torch.float64), out=values)
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
