@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
         return parser.parse_args(arguments)
 
 
-def refuse(message: str) -> None:
+def refuse(message: str) -> NoReturn:
     """Ends this rank with what is wrong about the command line, which rank 0 says."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr)
@@ -154,7 +155,7 @@ class Training:
         return int((self.labels != IGNORED).sum())
 
     @property
-    def phases(self) -> dict[str, object]:
+    def phases(self) -> dict[str, Callable[[], None]]:
         """The phases of a step, to be called in this order."""
         return {"forward": self.forward, "backward": self.backward, "optimizer": self.update}
 

@@ -1,0 +1,260 @@
+"""How does a training step scale with the number of tensor-parallel ranks, and where does its time go?
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.scaling --tp 1,2 --preset stack-100m --layers 4
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.scaling --tp 1,2 --weak --dim 256 --seq-len 64
+
+Every size of --tp that fits into the ranks started and into the model runs on the first ranks; the others wait idle at a barrier
+meanwhile. --strong gives every size the same batch, --weak N ranks N times the batch.
+
+For each size these take turns (see timing.py):
+
+* the step (forward, backward, gradient clipping and AdamW), whole, which the rates come from, and in phases that ranks meet
+  between;
+* its computation: the same phases with collectives that do nothing;
+* its collectives alone: those that a step was seen to run, one after the other;
+* a matrix product, the yardstick of utilisation unless --peak-tflops gives one.
+
+Communication is *exposed* where the step in phases takes longer than its computation (this includes waiting for the slowest
+rank), and *hidden* is what the collectives alone take beyond that. Either may be slightly negative by noise; hidden is below
+zero, too, where ranks wait for each other longer than they send.
+
+TFLOP/s count what the model needs (see flops.py: 6 operations a parameter and token and the attention's), not what is computed
+twice. Peak memory is that of all tensors of a rank at the worst moment of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import plots
+from benchmarks.flops import training_flops
+from benchmarks.meter import held_bytes, meter
+from benchmarks.scaling_report import PHASES, Result, as_json, report
+from benchmarks.timing import RESULTS, Ranks, command, file_stem, header, measure, save
+from benchmarks.traffic import Recorder, Sent, replay, silent_collectives
+from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name, parse, refuse
+from parallel.group import TPGroup, single_device
+from tpblock import Decoder
+
+IDLE = timedelta(days=1)
+"""How long ranks that are not needed wait for the others."""
+
+
+def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) -> Result:
+    """Measures one size on the ranks of its group, all of which call this."""
+    group, device, workload = training.group, training.device, training.workload
+    training.step()  # the optimizer allocates its state
+    traffic = count_traffic(training)
+    peak = peak_bytes(training)
+    if compiled:
+        training.model.compile()
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.ones(n, n, device=device, dtype=workload.dtype) for _ in range(2))
+    contenders = {"step": training.step, "phases": training.phases, "matrix": lambda: torch.mm(a, b)}
+    if group.size > 1:
+        contenders["computation"] = {phase: silently(run) for phase, run in training.phases.items()}
+        contenders["collectives"] = {phase: replay(traffic[phase], group, device) for phase in PHASES}
+    ranks = Ranks(device, group)
+    samples = measure(contenders, ranks, rounds=rounds, warmup=warmup)
+    return Result(
+        ranks=group.size,
+        batch=workload.batch,
+        tokens=workload.tokens,
+        valid=training.valid,
+        samples=samples,
+        traffic=traffic,
+        peak_bytes=int(ranks.slowest([float(peak)])[0]),
+        flops=training_flops(workload.config, workload.batch, workload.seq).model,
+        matrix_flops=2 * n**3,
+    )
+
+
+def silently(run: Callable[[], None]) -> Callable[[], None]:
+    def silent() -> None:
+        with silent_collectives():
+            run()
+
+    return silent
+
+
+def count_traffic(training: Training) -> dict[str, list[Sent]]:
+    """Each phase's collectives of one step."""
+    traffic = {}
+    for phase, run in training.phases.items():
+        with Recorder(training.group) as recorder:
+            run()
+        traffic[phase] = recorder.collectives
+    return traffic
+
+
+def peak_bytes(training: Training) -> int:
+    """Bytes of all tensors of this rank at the worst moment of a step."""
+    training.optimizer.zero_grad(set_to_none=True)
+    state = [training.optimizer.state[p] for p in training.model.parameters()]
+    held = held_bytes([*training.model.parameters(), state, training.ids, training.labels])
+    with meter(training.device) as used:
+        training.step()
+    return held + used.peak
+
+
+def sizes_that_fit(workload: Workload, sizes: Sequence[int], world: int) -> tuple[list[int], list[str]]:
+    """The TP sizes that can run, and for each other one the reason why not."""
+    fit, notes = [], []
+    for size in sizes:
+        try:
+            if size > world:
+                raise ValueError(f"only {world} ranks were started")
+            Decoder(workload.config, group=TPGroup(0, size), device="meta")
+            fit.append(size)
+        except ValueError as error:
+            notes.append(f"Not measured at {size} ranks: {error}.")
+    return fit, notes
+
+
+def tp_sizes(text: str) -> list[int]:
+    sizes = sorted({int(size) for size in text.split(",")})
+    if sizes[0] < 1:
+        raise ValueError(f"a number of ranks is at least 1, got {sizes[0]}")
+    return sizes
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m benchmarks.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tp", type=tp_sizes, default=[1, 2, 4, 8], metavar="N,...", help="tensor-parallel sizes (1,2,4,8)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--strong", action="store_true", help="the same batch for every size (the default)")
+    kind.add_argument("--weak", action="store_true", help="N ranks get N times the batch")
+    parser.add_argument("--sequence-parallel", action="store_true", help="cut the tokens between the sharded regions")
+    parser.add_argument("--checkpointing", action="store_true", help="compute each block again in backward")
+    parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds that are kept (default: 7)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="rounds before them that are dropped (default: 2)")
+    parser.add_argument("--peak-tflops", type=float, metavar="X", help="of a device, for the utilisation (default: measured)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
+    add_options(parser)
+    return parser
+
+
+def start(device_type: str) -> torch.device:
+    """Joins the ranks that torchrun started, if it did, and returns this one's device."""
+    device = torch.device(device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=IDLE)
+    return device
+
+
+def group_of(size: int, world: int) -> TPGroup | None:
+    """The first ``size`` ranks, or None on the others; every rank calls this."""
+    if size == 1:
+        return single_device() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    ranks = dist.group.WORLD if size == world else dist.new_group(list(range(size)), timeout=IDLE)
+    return TPGroup.from_process_group(ranks) if dist.get_rank() < size else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(parser(), arguments)
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    workload, sizes, notes = checked(options, world)
+    device = start(options.device)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    about = describe(options, command("benchmarks.scaling", world, without_out(given)), device)
+    results = []
+    for size in sizes:
+        group = group_of(size, world)
+        if group is not None:
+            load = replace(workload, batch=workload.batch * (size if options.weak else 1))
+            training = Training(load, group, device)
+            results.append(run_size(training, rounds=options.rounds, warmup=options.warmup, compiled=options.compile))
+            del training
+        if dist.is_initialized():
+            dist.barrier()  # here the ranks wait that this size has no use for
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank > 0:
+        return
+    if any(size < world for size in sizes):
+        notes.append(f"Of the {world} ranks started, those that a size has no use for waited idle.")
+    text = report(results, options.weak, options.peak_tflops, notes)
+    print(text)
+    stem = file_stem(*name_parts(options, world), device=device)
+    save(stem, title(options), text, about, {str(result.ranks): as_json(result) for result in results}, options.out)
+    plots.scaling(results, options.weak, title(options), options.out / f"{stem}.png")
+    print(f"\n{stem}.md, .json and .png")
+
+
+def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int], list[str]]:
+    """The work, the sizes that fit, and the reasons of those that do not; ends the program if nothing is left."""
+    try:
+        if options.rounds < 1 or options.warmup < 0:
+            raise ValueError(f"--rounds is at least 1 and --warmup at least 0, got {options.rounds} and {options.warmup}")
+        workload = Workload(
+            config_from(options),
+            options.batch,
+            options.seq_len,
+            DTYPES[options.dtype],
+            options.sequence_parallel,
+            options.checkpointing,
+            options.padding,
+        )
+    except ValueError as error:
+        refuse(str(error))
+    sizes, notes = sizes_that_fit(workload, options.tp, world)
+    if not sizes:
+        refuse(" ".join(notes))
+    return workload, sizes, notes
+
+
+def title(options: argparse.Namespace) -> str:
+    return f"{'Weak' if options.weak else 'Strong'} scaling of a training step: {model_name(options)}"
+
+
+def modes(options: argparse.Namespace) -> list[str]:
+    names = ("sequence parallel", "checkpointing", "compile")
+    return [name for name in names if getattr(options, name.replace(" ", "_"))]
+
+
+def name_parts(options: argparse.Namespace, world: int) -> list[str]:
+    kind = "weak" if options.weak else "strong"
+    shape = f"{options.batch} x {options.seq_len}"
+    return ["scaling", kind, model_name(options)[:80], shape, options.dtype, *modes(options), f"{world} ranks"]
+
+
+def describe(options: argparse.Namespace, line: str, device: torch.device) -> dict[str, str]:
+    grows = " a rank" if options.weak else ""
+    return header(line, device) | {
+        "model": model_name(options),
+        "batch": f"{options.batch} sequences{grows} of {options.seq_len} tokens, {options.dtype}",
+        "modes": ", ".join(modes(options)) or "none",
+        "rounds": f"{options.rounds} kept, {options.warmup} dropped before them",
+    }
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --out, which names a place of this machine."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
+
+
+if __name__ == "__main__":
+    main()
