@@ -29,7 +29,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -37,16 +36,11 @@ import torch.distributed as dist
 
 from benchmarks import plots
 from benchmarks.flops import training_flops
-from benchmarks.meter import held_bytes, meter
+from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.scaling_report import PHASES, Result, as_json, report
 from benchmarks.timing import RESULTS, Ranks, command, file_stem, header, measure, save
 from benchmarks.traffic import Recorder, Sent, replay, silent_collectives
-from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name, parse, refuse
-from parallel.group import TPGroup, single_device
-from tpblock import Decoder
-
-IDLE = timedelta(days=1)
-"""How long ranks that are not needed wait for the others."""
+from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
 
 
 def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) -> Result:
@@ -54,7 +48,7 @@ def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) ->
     group, device, workload = training.group, training.device, training.workload
     training.step()  # the optimizer allocates its state
     traffic = count_traffic(training)
-    peak = peak_bytes(training)
+    peak = training.peak_bytes()
     if compiled:
         training.model.compile()
     n = 8192 if device.type == "cuda" else 1024
@@ -96,37 +90,6 @@ def count_traffic(training: Training) -> dict[str, list[Sent]]:
     return traffic
 
 
-def peak_bytes(training: Training) -> int:
-    """Bytes of all tensors of this rank at the worst moment of a step."""
-    training.optimizer.zero_grad(set_to_none=True)
-    state = [training.optimizer.state[p] for p in training.model.parameters()]
-    held = held_bytes([*training.model.parameters(), state, training.ids, training.labels])
-    with meter(training.device) as used:
-        training.step()
-    return held + used.peak
-
-
-def sizes_that_fit(workload: Workload, sizes: Sequence[int], world: int) -> tuple[list[int], list[str]]:
-    """The TP sizes that can run, and for each other one the reason why not."""
-    fit, notes = [], []
-    for size in sizes:
-        try:
-            if size > world:
-                raise ValueError(f"only {world} ranks were started")
-            Decoder(workload.config, group=TPGroup(0, size), device="meta")
-            fit.append(size)
-        except ValueError as error:
-            notes.append(f"Not measured at {size} ranks: {error}.")
-    return fit, notes
-
-
-def tp_sizes(text: str) -> list[int]:
-    sizes = sorted({int(size) for size in text.split(",")})
-    if sizes[0] < 1:
-        raise ValueError(f"a number of ranks is at least 1, got {sizes[0]}")
-    return sizes
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m benchmarks.scaling",
@@ -147,25 +110,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
     add_options(parser)
     return parser
-
-
-def start(device_type: str) -> torch.device:
-    """Joins the ranks that torchrun started, if it did, and returns this one's device."""
-    device = torch.device(device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=IDLE)
-    return device
-
-
-def group_of(size: int, world: int) -> TPGroup | None:
-    """The first ``size`` ranks, or None on the others; every rank calls this."""
-    if size == 1:
-        return single_device() if not dist.is_initialized() or dist.get_rank() == 0 else None
-    ranks = dist.group.WORLD if size == world else dist.new_group(list(range(size)), timeout=IDLE)
-    return TPGroup.from_process_group(ranks) if dist.get_rank() < size else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -215,7 +159,7 @@ def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int
         )
     except ValueError as error:
         refuse(str(error))
-    sizes, notes = sizes_that_fit(workload, options.tp, world)
+    sizes, notes = sizes_that_fit(workload.config, options.tp, world)
     if not sizes:
         refuse(" ".join(notes))
     return workload, sizes, notes
@@ -244,16 +188,6 @@ def describe(options: argparse.Namespace, line: str, device: torch.device) -> di
         "modes": ", ".join(modes(options)) or "none",
         "rounds": f"{options.rounds} kept, {options.warmup} dropped before them",
     }
-
-
-def without_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --out, which names a place of this machine."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
-            kept.append(argument)
-        skip = argument == "--out"
-    return kept
 
 
 if __name__ == "__main__":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from benchmarks.meter import held_bytes, meter
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup
 from tpblock import PRESETS, Activation, Decoder, ModelConfig, Norm, Placement, preset
@@ -79,21 +76,6 @@ def model_name(options: argparse.Namespace) -> str:
         changes = {**SIZES, **changes}
     told = [f"{name.replace('_', ' ')} {value}" for name, value in changes.items()]
     return ", ".join([options.preset or "decoder", *told])
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options. Of several ranks only the first shows help and mistakes."""
-    if os.environ.get("RANK", "0") == "0":
-        return parser.parse_args(arguments)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        return parser.parse_args(arguments)
-
-
-def refuse(message: str) -> NoReturn:
-    """Ends this rank with what is wrong about the command line, which rank 0 says."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 @dataclass(frozen=True)
@@ -171,6 +153,19 @@ class Training:
     def update(self) -> None:
         clip_grad_norm_(self.model, 1.0, self.group)
         self.optimizer.step()
+
+    def peak_bytes(self) -> int:
+        """Bytes of all tensors of this rank at the worst moment of a step that is not the first."""
+        self.optimizer.zero_grad(set_to_none=True)
+        held = held_bytes([*self.model.parameters(), self.state, self.ids, self.labels])
+        with meter(self.device) as used:
+            self.step()
+        return held + used.peak
+
+    @property
+    def state(self) -> list[object]:
+        """What the optimizer keeps, once it has taken a step."""
+        return [self.optimizer.state[parameter] for parameter in self.model.parameters()]
 
     def step(self) -> None:
         self.forward()
