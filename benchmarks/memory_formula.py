@@ -7,7 +7,7 @@ the parameters' dtype for each, and a step count of 4 bytes a parameter tensor.
 
 Activations: what backward reads and what therefore lives from the end of forward until then. With T tokens, S of them on this
 rank between the sharded regions (S = T, or under sequence parallelism this rank's share, about T/n), e bytes a number, w the
-bytes of a statistic (4, for float64 8), a layer of the pre-norm block keeps:
+bytes of a statistic (4, for float64 8; LayerNorm's in half precision on the CPU 2), a layer of the pre-norm block keeps:
 
 ::
 
@@ -154,7 +154,7 @@ class _Activations:
     def norm_rest(self, rows: int) -> int:
         """What a norm keeps beside its input, for each token or head: statistics, and RMSNorm the normalised value."""
         if self.config.norm is Norm.LAYERNORM:
-            return rows * 2 * self.w
+            return rows * 2 * (self.e if self.half and not self.fused_norm else self.w)
         return rows * self.w + (0 if self.fused_norm and not self.half else rows * self.config.dim * self.e)
 
     def block(self) -> int:

@@ -126,27 +126,42 @@ def replay(sent: Sequence[Sent], group: TPGroup, device: torch.device) -> Callab
 _buffers: dict[tuple[object, ...], Tensor] = {}
 
 
+def _repeated(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The rows of x over and over, so that the values are such as occur; zeros if it has none."""
+    if not x.shape[0]:
+        return x.new_zeros(shape)
+    return x.repeat(-(-shape[0] // x.shape[0]), *[1] * (x.ndim - 1))[: shape[0]]
+
+
+def _gathered(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Tensor:
+    shape = (sum(counts), *x.shape[1:])
+    if torch.compiler.is_compiling():
+        return _repeated(x, shape)
+    key = (*shape, x.dtype, x.device)
+    if key not in _buffers:
+        _buffers[key] = _repeated(x.detach(), shape)
+    return _buffers[key].detach()
+
+
+# Made once: compiled code is compiled again for functions that it has not seen.
+_SILENT: dict[str, Callable[..., object]] = {
+    "start_all_reduce": lambda owned, *_: lambda: owned,
+    "all_reduce": lambda x, *_: x,
+    "start_all_gather": lambda x, group, counts: lambda: _gathered(x, group, counts),
+    "all_gather": _gathered,
+    "start_reduce_scatter": lambda x, group, counts, *_: lambda: x[: counts[group.rank]],
+}
+
+
 @contextmanager
 def silent_collectives() -> Iterator[None]:
     """Replaces the collectives by ones that return at once something of the right shape: the results are wrong, the work is
-    this rank's. Those of the default mode only (invariant mode has one more, all_to_all)."""
+    this rank's (in compiled code, where a gather cannot return a tensor from before, also its copy of the rows).
 
-    def gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Tensor:
-        shape = (sum(counts), *x.shape[1:])
-        key = (*shape, x.dtype, x.device)
-        if key not in _buffers:
-            _buffers[key] = x.detach().repeat(group.size, *[1] * (x.ndim - 1))[: shape[0]]
-        return _buffers[key].detach()
-
-    silent: dict[str, Callable[..., object]] = {
-        "start_all_reduce": lambda owned, *_: lambda: owned,
-        "all_reduce": lambda x, *_: x,
-        "start_all_gather": lambda x, group, counts: lambda: gather(x, group, counts),
-        "all_gather": gather,
-        "start_reduce_scatter": lambda x, group, counts, *_: lambda: x[: counts[group.rank]],
-    }
-    real = {name: getattr(collectives, name) for name in silent}
-    for name, function in silent.items():
+    Those of the default mode only: invariant mode has one more, all_to_all.
+    """
+    real = {name: getattr(collectives, name) for name in _SILENT}
+    for name, function in _SILENT.items():
         setattr(collectives, name, function)
     try:
         yield
