@@ -6,7 +6,8 @@
 Every TP size of --tp, with and without sequence parallelism and activation checkpointing: parameters, gradients and the
 optimizer's state are the bytes of their tensors after a step; activations are what forward allocates and leaves for backward, and
 the peak is that of all tensors at the worst moment of a step (on the CPU by following every tensor's storage, on a GPU by its
-allocator). The table shows the rank that needs most.
+allocator). The table shows the rank that needs most. The peak may be less than the sum, since activations go as gradients come, or
+more, for what is computed with takes memory, too.
 
 Sizes of at most as many ranks as torchrun started run on them. Of larger ones the first process alone runs the first rank (which no
 other exceeds) in a process group that sends nothing: its tensors are of the right sizes, their values are not.
@@ -113,16 +114,16 @@ class Line:
 
     @property
     def row(self) -> dict[str, str]:
-        most = self.most
+        most, named = self.most, [*zip(KINDS, KINDS, strict=True), ("sum", "total")]
         return {
             "ranks": f"{most.ranks}{'' if self.real else ', first alone'}",
             "mode": modes(self.workload),
-            **{
-                f"{kind}, MB": f"{getattr(most.measured, kind) / 1e6:.3f} ({most.difference(kind):+.2f} %)"
-                for kind in (*KINDS, "total")
-            },
+            **{f"{name}, MB": self._told(kind) for name, kind in named},
             "peak of a step, MB": f"{most.peak / 1e6:.3f}",
         }
+
+    def _told(self, kind: str) -> str:
+        return f"{getattr(self.most.measured, kind) / 1e6:.3f} ({self.most.difference(kind):+.2f} %)"
 
     @property
     def bar(self) -> Mapping[str, object]:

@@ -68,6 +68,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
+        """Their sum. No moment of a step need hold it: activations go as gradients come."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 

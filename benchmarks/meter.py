@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
-
-
-class Meter(Protocol):
-    """Used with ``with``. Bytes that operations under it have allocated and that still live, and the most that did at once."""
-
-    @property
-    def now(self) -> int: ...
-
-    @property
-    def peak(self) -> int: ...
-
-    def __enter__(self) -> Meter: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class LiveBytes(TorchDispatchMode):
@@ -78,7 +64,8 @@ class AllocatedBytes:
         return torch.cuda.max_memory_allocated(self.device) - self._before
 
 
-def meter(device: torch.device) -> Meter:
+def meter(device: torch.device) -> LiveBytes | AllocatedBytes:
+    """To be used with ``with``: bytes that operations under it have allocated and that still live, and the most at once."""
     return AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
 
 

@@ -50,11 +50,10 @@ def stacked(axes: Any, results: Sequence[Result]) -> None:
         heights = [1000 * result.median(f"{'computation' if result.ranks > 1 else 'phases'}, {phase}") for result in results]
         axes.bar(places, heights, bottom=bottom, width=0.6, color=COLOURS[phase], label=f"{phase}, computation")
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    hidden = [1000 * max(0.0, Spread.of(result.hidden).median) for result in results]
-    under = [b - h for b, h in zip(bottom, hidden, strict=True)]
-    axes.bar(
-        places, hidden, bottom=under, width=0.6, fill=False, hatch="///", linewidth=0, label="meanwhile hidden communication"
-    )
+        hidden = [min(h, 1000 * result.hidden_in(phase)) for h, result in zip(heights, results, strict=True)]
+        under = [b - h for b, h in zip(bottom, hidden, strict=True)]
+        name = "meanwhile hidden communication" if phase == "forward" else None
+        axes.bar(places, hidden, bottom=under, width=0.6, fill=False, hatch="///", linewidth=0, label=name)
     exposed = [1000 * max(0.0, Spread.of(result.exposed).median) for result in results]
     axes.bar(places, exposed, bottom=bottom, width=0.6, color=COLOURS["exposed"], label="exposed communication and waiting")
     axes.set_xticks(places, [str(result.ranks) for result in results])

@@ -81,5 +81,6 @@ def group_of(size: int, world: int) -> TPGroup | None:
     """The first ``size`` ranks, or None on the others; every rank calls this."""
     if size == 1:
         return single_device() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    assert dist.group.WORLD is not None
     ranks = dist.group.WORLD if size == world else dist.new_group(list(range(size)), timeout=IDLE)
     return TPGroup.from_process_group(ranks) if dist.get_rank() < size else None

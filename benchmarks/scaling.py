@@ -38,7 +38,7 @@ from benchmarks import plots
 from benchmarks.flops import training_flops
 from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.scaling_report import PHASES, Result, as_json, report
-from benchmarks.timing import RESULTS, Ranks, command, file_stem, header, measure, save
+from benchmarks.timing import RESULTS, Phases, Ranks, command, file_stem, header, measure, save
 from benchmarks.traffic import Recorder, Sent, replay, silent_collectives
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
 
@@ -53,7 +53,11 @@ def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) ->
         training.model.compile()
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(n, n, device=device, dtype=workload.dtype) for _ in range(2))
-    contenders = {"step": training.step, "phases": training.phases, "matrix": lambda: torch.mm(a, b)}
+    contenders: dict[str, Callable[[], object] | Phases] = {
+        "step": training.step,
+        "phases": training.phases,
+        "matrix": lambda: torch.mm(a, b),
+    }
     if group.size > 1:
         contenders["computation"] = {phase: silently(run) for phase, run in training.phases.items()}
         contenders["collectives"] = {phase: replay(traffic[phase], group, device) for phase in PHASES}

@@ -44,6 +44,14 @@ class Result:
         """Seconds of the collectives that run while something is computed, one a round."""
         return [sent - waited for sent, waited in zip(self.by_round("collectives"), self.exposed, strict=True)]
 
+    def hidden_in(self, phase: str) -> float:
+        """The median seconds of a phase's collectives that run while it computes something, at least zero."""
+        if self.ranks == 1:
+            return 0.0
+        names = ("collectives", "computation", "phases")
+        sent, work, step = (self.samples[f"{name}, {phase}"] for name in names)
+        return max(0.0, Spread.of([c + w - s for c, w, s in zip(sent, work, step, strict=True)]).median)
+
     def share(self, seconds: Sequence[float]) -> Spread:
         """Per cent of the step in phases, round by round."""
         return Spread.of([100 * part / step for part, step in zip(seconds, self.by_round("phases"), strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +60,10 @@ def config_from(options: argparse.Namespace) -> ModelConfig:
     Raises:
         ValueError: if the sizes do not fit each other.
     """
-    changes = {name: CHOICES[name](value) if name in CHOICES else value for name, value in given_changes(options).items()}
+    given = given_changes(options).items()
+    changes: dict[str, Any] = {name: CHOICES[name](value) if name in CHOICES else value for name, value in given}
     if options.preset is None:
-        config = ModelConfig(**{**SIZES, **changes})  # type: ignore[arg-type]
+        config = ModelConfig(**{**SIZES, **changes})
         return replace(config, max_seq_len=max(config.max_seq_len, options.seq_len))
     config = replace(preset(options.preset), **changes)
     if options.seq_len > config.max_seq_len:
