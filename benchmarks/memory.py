@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ from benchmarks.timing import RESULTS, command, file_stem, header, save, table
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
 from parallel.group import TPGroup, single_device
 
+LETTING_GO = 0.2
+"""Seconds after which the thread that sends has surely let go of the tensors that it sent."""
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -60,6 +63,8 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
     training.optimizer.zero_grad(set_to_none=True)
     with meter(device) as used:
         training.forward()
+        if group.size > 1:
+            time.sleep(LETTING_GO)
         activations = used.now
     training.backward()
     measured = Bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._known = WeakIdKeyDictionary()
+        self._lock = threading.RLock()  # a storage may end in the thread that sent it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
@@ -36,8 +38,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        with self._lock:
+            self.now += size
+            self.peak = max(self.peak, self.now)
 
 
 class AllocatedBytes:

@@ -52,7 +52,7 @@ def stacked(axes: Any, results: Sequence[Result]) -> None:
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
         hidden = [min(h, 1000 * result.hidden_in(phase)) for h, result in zip(heights, results, strict=True)]
         under = [b - h for b, h in zip(bottom, hidden, strict=True)]
-        name = "meanwhile hidden communication" if phase == "forward" else None
+        name = "meanwhile hidden communication" if phase == "optimizer" else None
         axes.bar(places, hidden, bottom=under, width=0.6, fill=False, hatch="///", linewidth=0, label=name)
     exposed = [1000 * max(0.0, Spread.of(result.exposed).median) for result in results]
     axes.bar(places, exposed, bottom=bottom, width=0.6, color=COLOURS["exposed"], label="exposed communication and waiting")

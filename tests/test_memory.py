@@ -94,8 +94,12 @@ def test_every_rank_of_a_real_group_needs_what_the_formula_says(pool: Pool, conf
     for rank, one in enumerate(found):
         assert (one.rank, one.ranks) == (rank, 3)
         check(one)
-    with pretended_group(3) as group:  # the same bytes, and the same peak, without the other ranks
-        assert measure_rank(workload, group, CPU) == found[0]
+    with pretended_group(
+        3
+    ) as group:  # the same bytes without the other ranks; the peak depends a little on the sending thread
+        alone = measure_rank(workload, group, CPU)
+    assert alone.measured == found[0].measured
+    assert alone.peak == pytest.approx(found[0].peak, rel=0.05)
 
 
 def test_losses_of_several_chunks_gather_their_gradient_in_float32() -> None:
