@@ -50,6 +50,7 @@ def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) ->
     traffic = count_traffic(training)
     peak = training.peak_bytes()
     if compiled:
+        torch.compiler.reset()  # what the sizes before have compiled counts towards the limit of recompilations
         training.model.compile()
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(n, n, device=device, dtype=workload.dtype) for _ in range(2))
@@ -152,6 +153,8 @@ def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int
     try:
         if options.rounds < 1 or options.warmup < 0:
             raise ValueError(f"--rounds is at least 1 and --warmup at least 0, got {options.rounds} and {options.warmup}")
+        if options.compile and not options.warmup:
+            raise ValueError("--compile needs --warmup 1 at least, in which it compiles, got 0")
         workload = Workload(
             config_from(options),
             options.batch,
