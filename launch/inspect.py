@@ -1,6 +1,6 @@
 """Shows what is in a checkpoint of any format: the model, its files, and how each tensor is cut.
 
-python -m launch.inspect Llama-2-7b-tp4 --checksums --finite
+python -m launch.inspect Llama-2-7b-tp4 --verify --check-finite
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class InspectConfig:
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """What to look at."""
-    checksums: bool = False
-    """Read all files: check their checksums, if the format has them, and that what several ranks hold is the same."""
-    finite: bool = False
+    verify: bool = False
+    """Read all files: check their checksums, if the format has them, and that values held several times are the same."""
+    check_finite: bool = False
     """Look for NaN and infinity, and name the tensors that have them."""
     meta: Meta = field(default_factory=MetaOptions)
 
@@ -52,15 +52,15 @@ def inspect(config: InspectConfig) -> None:
         table.add_row(*row)
     console.print(table)
     with progress(console) as stages:
-        if config.checksums:
+        if config.verify:
             check_checksums(checkpoint, stages)
             check_copies(checkpoint, stages)
-        if config.finite:
+        if config.check_finite:
             check_finite(checkpoint, stages)
-    if config.checksums:
+    if config.verify:
         told = "checksums agree" if checkpoint.checksums else "sizes agree with the headers, this format has no checksums"
         console.print(told + (", and so do the copies that several ranks hold" if checkpoint.copies else ""))
-    if config.finite:
+    if config.check_finite:
         console.print("all values are finite numbers")
 
 
@@ -124,9 +124,8 @@ def held(stored: StoredTensor, layout: Layout) -> str:
         names = dict.fromkeys(
             p.name for p in layout.parts for run in runs if starts[p.name] <= run.start < starts[p.name] + p.size
         )
-    return f"{stored.parameter.rsplit('.', 2)[-2]}: {', '.join(names) or 'all'}" + (
-        ", transposed" if stored.transposed else ""
-    )
+    module = stored.parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    return f"{module}: {', '.join(names) or 'all'}" + (", transposed" if stored.transposed else "")
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "-m launch.inspect") -> None:

@@ -29,6 +29,10 @@ PRETRAINED = 10
 """By how much a model that was trained before may differ more in the first steps: its layers are many, and its weights amplify
 rounding (SmolLM2-135M on 2 ranks: gradient norms 2e-5 apart in float32, 2e-12 in float64, losses 1.4e-2 in bfloat16)."""
 
+COPIED = 10
+"""The same for DeepSpeed in bfloat16, whose optimizer changes a float32 copy of the weights: it keeps the small changes of the
+first steps, which bfloat16 rounds away (gradient norms 1e-2 apart in step 3 of the small model)."""
+
 
 @dataclass
 class Trace:
@@ -130,9 +134,15 @@ class Reporter:
         if self.file:
             self.file.close()
 
-    def start(self, config: dict[str, Any], parameters: int, ranks: int) -> None:
+    def start(self, config: dict[str, Any], parameters: int, ranks: int, replicas: int = 1) -> None:
+        """What runs where: ``replicas`` copies of the model, each on ``ranks`` tensor-parallel ranks."""
         where = f"{ranks} tensor-parallel ranks ({self.device.type})" if ranks > 1 else f"a single device ({self.device.type})"
+        if replicas > 1:
+            stage = f" at ZeRO stage {config['zero_stage']}" if config["engine"] == "deepspeed" else ""
+            where = f"{replicas} replicas ({config['engine']}{stage}) of {where}"
         self.console.print(f"{parameters:,} parameters in {config['dtype']} on {where}")
+        told = ", ".join(f"{name} {value}" for name, value in config.items() if value is not None)
+        self.console.print(told, style="dim")
         if config["init"] is not None:
             how = "tokens of its tokenizer.json" if self.unit == "token" else "bytes, for it has no tokenizer.json"
             self.console.print(f"from {config['init']}, the text as {how}")

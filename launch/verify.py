@@ -100,7 +100,7 @@ class Outcome:
 
 
 def build(config: VerifyConfig, group: TPGroup, device: torch.device) -> Decoder:
-    """The model on one group. No rank waits for another here, so that one that cannot read a file can say so."""
+    """The model on one group."""
     options: dict[str, Any] = {
         "group": group,
         "virtual_shards": config.virtual_shards,

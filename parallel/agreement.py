@@ -15,7 +15,7 @@ def exchange(text: str, group: TPGroup) -> list[str]:
     if group.size == 1:
         return [text]
     texts: list[str] = [""] * group.size
-    dist.all_gather_object(texts, text, group=group.process_group)
+    dist.all_gather_object(texts, text, group=group.connected)
     return texts
 
 

@@ -19,7 +19,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,23 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel import collectives
+from parallel.agreement import together
+from parallel.fsdp import held, is_sharded, overlap
 from parallel.group import TPGroup
-from parallel.layout import Layout, Piece
+from parallel.layout import Layout, Piece, Run
 from parallel.state import NamedLayout, named_layouts
+
+
+class _Box(NamedTuple):
+    """A run of the global tensor along one or two dimensions, and the same elements in the local one."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    local: tuple[slice, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(self.offsets, self.sizes)
 
 
 class _ShardOfGlobal(Tensor):
@@ -46,46 +59,75 @@ class _ShardOfGlobal(Tensor):
 
     local: Tensor
     cut: Layout  # Tensor.layout is something else
+    rows: Run
     rank: int
 
     @staticmethod
-    def __new__(cls, local: Tensor, layout: Layout, rank: int) -> _ShardOfGlobal:
+    def __new__(cls, local: Tensor, layout: Layout, rows: Run, rank: int) -> _ShardOfGlobal:
         self = Tensor._make_subclass(cls, local)
-        self.local, self.cut, self.rank = local, layout, rank
+        self.local, self.cut, self.rows, self.rank = local, layout, rows, rank
         return self
 
     def size(self, dim: int | None = None) -> Any:
         shape = torch.Size(self.cut.shape)
         return shape if dim is None else shape[dim]
 
-    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
-        offsets, sizes = [0] * len(self.cut.shape), list(self.cut.shape)
-        assert self.cut.dim is not None
-        offsets[self.cut.dim], sizes[self.cut.dim] = piece.start, piece.length
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    def _boxes(self, pieces: Sequence[Piece]) -> list[_Box]:
+        """The pieces as far as they lie in the rows that this replica keeps."""
+        boxes = []
+        whole = Piece("", 0, 0, self.cut.shape[0])
+        for piece in pieces if self.cut.dim is not None else (whole,):
+            offsets, sizes = [0] * len(self.cut.shape), list(self.cut.shape)
+            local = [slice(0, self.rows.length)] + [slice(0, size) for size in sizes[1:]]
+            if self.cut.dim in (0, None):
+                run = overlap(Run(piece.local, piece.local + piece.length), self.rows)
+                offsets[0] = piece.start - piece.local + self.rows.start + run.start
+                sizes[0], local[0] = run.length, slice(*run)
+            else:
+                assert self.cut.dim is not None
+                offsets[0], sizes[0] = self.rows
+                sizes[0] = self.rows.length
+                offsets[self.cut.dim], sizes[self.cut.dim] = piece.start, piece.length
+                local[self.cut.dim] = slice(piece.local, piece.local + piece.length)
+            if sizes[0]:
+                boxes.append(_Box(torch.Size(offsets), torch.Size(sizes), tuple(local)))
+        return boxes
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
-        chunks = [self._chunk(piece) for piece in self.cut.owned(self.rank)]
+        writes = self.cut.dim is not None or self.rank == 0  # what TP ranks replicate, the first writes
+        boxes = self._boxes(self.cut.owned(self.rank)) if writes else []
         return [
             WriteItem(
-                MetadataIndex(fqn, c.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(c, properties, self.size())
+                MetadataIndex(fqn, box.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(box.chunk, properties, self.size()),
             )
-            for c in chunks
+            for box in boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self.cut.pieces(self.rank)]
+        return [box.chunk for box in self._boxes(self.cut.pieces(self.rank))]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        dim = self.cut.dim
-        assert dim is not None and index.offset is not None
-        pieces, start, at = self.cut.pieces(self.rank), index.offset[dim], index.index
+        boxes, at = self._boxes(self.cut.pieces(self.rank)), index.index
         # A loading rank gives the place among its own pieces, a writing one a place among all ranks' chunks.
-        if at is None or at >= len(pieces) or pieces[at].start != start:
-            at = next(i for i, piece in enumerate(pieces) if piece.start == start)
-        piece = pieces[at]
-        return self.local.narrow(dim, piece.local, piece.length)
+        if at is None or at >= len(boxes) or boxes[at].offsets != index.offset:
+            at = next(i for i, box in enumerate(boxes) if box.offsets == index.offset)
+        return self.local[boxes[at].local]
+
+
+def _as_stored(value: Tensor, layout: Layout, group: TPGroup) -> Tensor:
+    local, rows, replicas = held(value)
+    return local if layout.replicated and replicas is None else _ShardOfGlobal(local, layout, rows, group.rank)
+
+
+def _participants(model: nn.Module, group: TPGroup) -> TPGroup:
+    """The ranks that write or read together: the group, or under FSDP2, where replicas share parameters, all there are."""
+    if not any(is_sharded(parameter) for _, parameter, _ in named_layouts(model)):
+        return group
+    assert dist.group.WORLD is not None
+    return TPGroup.from_process_group(dist.group.WORLD)
 
 
 _INDEX_CLASSES = {
@@ -128,10 +170,6 @@ class _Reader(dcp.FileSystemReader):
         return index
 
 
-def _as_stored(local: Tensor, layout: Layout, group: TPGroup) -> Tensor:
-    return local if layout.replicated else _ShardOfGlobal(local, layout, group.rank)
-
-
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -141,33 +179,35 @@ def save_checkpoint(
 ) -> None:
     """Writes model, optimizer state and ``extra`` (anything JSON can hold) to the new folder ``path``.
 
-    All ranks of ``group`` call it; of several data-parallel replicas only one does.
+    All ranks of ``group`` call it; of several data-parallel replicas only one does, unless FSDP2 shards the model over them:
+    then all do.
     It is written to ``path`` + ".partial" and renamed when complete, so ``path`` either is whole or does not exist.
 
     Raises:
         ValueError: on every rank, if ``path`` exists.
         RuntimeError: on every rank, if writing fails on any (a full disk, say).
     """
-    path = Path(path)
+    path, everyone = Path(path), _participants(model, group)
     partial = path.with_name(path.name + ".partial")
-    if group.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left, perhaps of more ranks
-    _agree(path.exists(), group, f"the checkpoint {path} exists already")
+    with together(everyone, ValueError):
+        if everyone.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left, perhaps of more ranks
+        if path.exists():
+            raise ValueError(f"the checkpoint {path} exists already")
     state: dict[str, Any] = {}
     for name, parameter, layout in named_layouts(model):
         state[name] = _as_stored(parameter.detach(), layout, group)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             shaped = torch.is_tensor(value) and value.shape == parameter.shape
             state[f"optimizer.{name}.{key}"] = _as_stored(value, layout, group) if shaped else torch.as_tensor(value)
-    _run(lambda: dcp.save(state, checkpoint_id=partial, **_among(group)), f"writing the checkpoint {path}")
-    failure = None
-    if group.rank == 0:
-        try:
-            (partial / "extra.json").write_text(json.dumps(dict(extra or {}), indent=2))
-            partial.rename(path)
-        except OSError as error:
-            failure = error
-    _agree(failure is not None, group, f"writing the checkpoint {path} failed: {failure or 'see rank 0'}", RuntimeError)
+    _run(lambda: dcp.save(state, checkpoint_id=partial, **_among(everyone)), f"writing the checkpoint {path}")
+    with together(everyone, RuntimeError):
+        if everyone.rank == 0:
+            try:
+                (partial / "extra.json").write_text(json.dumps(dict(extra or {}), indent=2))
+                partial.rename(path)
+            except OSError as error:
+                raise RuntimeError(f"writing the checkpoint {path} failed: {error}") from error
 
 
 def load_checkpoint(
@@ -183,11 +223,17 @@ def load_checkpoint(
             is missing, unknown, or of another shape or dtype; it names them.
         RuntimeError: on every rank and with the model unchanged, if reading fails.
     """
-    path = Path(path)
-    _agree(not (path / "extra.json").is_file(), group, f"{path} is not a complete checkpoint (it has no extra.json)")
-    stored, extra = _read_index(path, group)
+    path, everyone = Path(path), _participants(model, group)
+    with together(everyone, ValueError):
+        if not path.is_dir():
+            raise ValueError(f"there is no checkpoint {path}")
+        if not (path / "extra.json").is_file():
+            raise ValueError(f"{path} is not a complete checkpoint (it has no extra.json)")
+    with together(everyone, RuntimeError):
+        stored, extra = _read_index(path)
     entries = list(named_layouts(model))
-    _check_stored(path, {k: v for k, v in stored.items() if not k.startswith("optimizer.")}, entries)
+    with together(everyone, ValueError):
+        _check_stored(path, {k: v for k, v in stored.items() if not k.startswith("optimizer.")}, entries)
     weights = [torch.empty_like(parameter, requires_grad=False) for _, parameter, _ in entries]
     state = {e.name: _as_stored(local, e.layout, group) for e, local in zip(entries, weights, strict=True)}
     moments: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for _, parameter, _ in entries}
@@ -200,12 +246,16 @@ def load_checkpoint(
                 shaped = tuple(meta.size) == layout.shape
                 dtype = meta.properties.dtype
                 device = parameter.device if shaped or parameter in counters_beside else torch.device("cpu")
-                local = torch.empty(parameter.shape if shaped else meta.size, dtype=dtype, device=device)
+                local = (
+                    torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    if shaped
+                    else torch.empty(meta.size, dtype=dtype, device=device)
+                )
                 moments[parameter][key.removeprefix(prefix)] = local
                 state[key] = _as_stored(local, layout, group) if shaped else local
     if optimizer and not any(moments.values()):
         raise ValueError(f"{path} was saved without optimizer state")
-    _run(lambda: dcp.load(state, storage_reader=_Reader(path), **_among(group)), f"reading the checkpoint {path}")
+    _run(lambda: dcp.load(state, storage_reader=_Reader(path), **_among(everyone)), f"reading the checkpoint {path}")
     with torch.no_grad():
         for (_, parameter, _), local in zip(entries, weights, strict=True):
             parameter.copy_(local)
@@ -217,18 +267,12 @@ def load_checkpoint(
     return extra
 
 
-def _read_index(path: Path, group: TPGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the checkpoint says it holds, and its ``extra``."""
-    stored: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    reason = ""
     try:
-        stored = _Reader(path).read_metadata().state_dict_metadata
-        extra = json.loads((path / "extra.json").read_text())
+        return _Reader(path).read_metadata().state_dict_metadata, json.loads((path / "extra.json").read_text())
     except Exception as error:  # a damaged pickle raises nearly anything
-        reason = _reason(error)
-    _agree(bool(reason), group, f"reading the checkpoint {path} failed: {reason or 'see the other ranks'}", RuntimeError)
-    return stored, extra
+        raise RuntimeError(f"reading the checkpoint {path} failed: {_reason(error)}") from error
 
 
 def _counters_beside(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -252,16 +296,7 @@ def _check_stored(path: Path, stored: Mapping[str, Any], entries: Sequence[Named
 
 
 def _among(group: TPGroup) -> dict[str, Any]:
-    return {"process_group": group.process_group, "no_dist": group.size == 1}
-
-
-def _agree(failed: bool, group: TPGroup, message: str, kind: type[Exception] = ValueError) -> None:
-    """Raises on every rank if something failed on any."""
-    device = torch.device("cpu")
-    if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    if collectives.all_reduce(torch.tensor([float(failed)], device=device), group, "max").item():
-        raise kind(message)
+    return {"no_dist": True} if group.size == 1 else {"process_group": group.connected}
 
 
 def _reason(error: BaseException) -> str:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import collectives
+from parallel.fsdp import held, is_sharded, overlap, whole
 from parallel.group import TPGroup
-from parallel.layout import Layout, Piece
+from parallel.layout import Layout, Piece, Run
 from parallel.regions import replace_shared_rows, shared_rows
 from parallel.state import NamedLayout, named_layouts
 from parallel.virtual import aligned
@@ -21,7 +23,8 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
     """The p-norm (p = 1, 2 or inf) of all gradients as one global vector, a 0-d tensor that is the same on every rank.
 
     Replicated parameters count once, and so do rows that several ranks hold. Powers are summed in float32, or float64 for
-    float64 gradients. One collective, of one number, or in invariant mode of one a shard and parameter.
+    float64 gradients. One collective, of one number, or in invariant mode of one a shard and parameter; under FSDP2 one more,
+    over the replicas.
 
     Raises:
         ValueError: for another p, if no parameter has a gradient, or if the group's virtual shards are not the model's.
@@ -31,7 +34,7 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
     entries = [(e.parameter.grad, e.layout) for e in named_layouts(model) if e.parameter.grad is not None]
     if not entries:
         raise ValueError("no parameter has a gradient: call grad_norm after loss.backward()")
-    whole = [grad for grad, layout in entries if layout.replicated]
+    replicated = [grad for grad, layout in entries if layout.replicated]
     cut = [(grad, layout) for grad, layout in entries if not layout.replicated]
     for _, layout in cut:
         if (layout.owners is not None) != group.invariant or layout.rank_shards != group.owners:
@@ -40,18 +43,42 @@ def grad_norm(model: nn.Module, group: TPGroup, p: float = 2.0) -> Tensor:
                 f"the model is cut into {mode}, the group given into {group.shards} {'virtual ' if group.invariant else ''}shards: "
                 "pass the group that the model was built with (Decoder.group)"
             )
+    if group.invariant and any(is_sharded(grad) for grad, _ in entries):
+        raise ValueError("FSDP2 adds gradients up in an order that depends on the number of ranks: not for invariant mode")
     if group.invariant and cut:
-        total = _invariant_power(whole, cut, group, p)
+        total = _invariant_power(replicated, cut, group, p)
     else:
-        counted = [piece for grad, layout in cut for piece in _owned_views(grad, layout, layout.owned(group.rank))]
-        counted += whole if group.rank == 0 else []  # replicated: they count once
-        local = _power(counted, p, entries[0][0].device)
-        total = _largest(local, group) if p == math.inf else collectives.all_reduce(local, group)
+        total = _combined(_local_power(entries, group, p), group, p)
     norm = total if p == math.inf else total.pow(1 / p)
     return norm.to(torch.float64 if any(grad.dtype == torch.float64 for grad, _ in entries) else torch.float32)
 
 
-def _invariant_power(whole: list[Tensor], cut: list[tuple[Tensor, Layout]], group: TPGroup, p: float) -> Tensor:
+def _local_power(entries: Sequence[tuple[Tensor, Layout]], group: TPGroup, p: float) -> Tensor:
+    """The power of what this TP rank counts: what it owns, and on the first rank what is replicated."""
+    by_replicas: dict[dist.ProcessGroup | None, list[Tensor]] = {None: []}
+    for grad, layout in entries:
+        local, rows, replicas = held(grad)
+        counted = by_replicas.setdefault(replicas, [])
+        if layout.replicated:
+            counted += [local] if group.rank == 0 else []
+        elif layout.dim == 0:
+            runs = [overlap(Run(piece.local, piece.local + piece.length), rows) for piece in layout.owned(group.rank)]
+            counted += [local[slice(*run)] for run in runs]
+        else:
+            counted += _owned_views(local, layout, layout.owned(group.rank))
+    device = held(entries[0][0]).tensor.device
+    powers = []
+    for replicas, counted in by_replicas.items():
+        power = _power([tensor for tensor in counted if tensor.numel()], p, device)
+        powers.append(power if replicas is None else _combined(power, TPGroup.from_process_group(replicas), p))
+    return _total([power.view(1) for power in powers], p)
+
+
+def _combined(power: Tensor, group: TPGroup, p: float) -> Tensor:
+    return _largest(power, group) if p == math.inf else collectives.all_reduce(power, group)
+
+
+def _invariant_power(replicated: list[Tensor], cut: list[tuple[Tensor, Layout]], group: TPGroup, p: float) -> Tensor:
     """The same for any number of ranks: each shard's power of each parameter is computed on its own and gathered, and all
     ranks add them up alike."""
     shards = []
@@ -64,7 +91,7 @@ def _invariant_power(whole: list[Tensor], cut: list[tuple[Tensor, Layout]], grou
             powers.append(_power(views, p, grad.device))
         shards.append(torch.stack(powers))
     everyone = collectives.all_gather(torch.stack(shards), group, [run.length for run in group.owners])
-    return _total([everyone.flatten(), *(_power([grad], p, grad.device).view(1) for grad in whole)], p)
+    return _total([everyone.flatten(), *(_power([grad], p, grad.device).view(1) for grad in replicated)], p)
 
 
 def _owned_views(value: Tensor, layout: Layout, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -103,7 +130,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: TPGroup, p: float 
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for grad in grads:
         # A factor without dimensions would be rounded to grad's dtype first, half precision being coarser than the bound.
-        torch.mul(grad, factor.reshape((1,) * grad.ndim), out=grad)
+        local = held(grad).tensor
+        torch.mul(local, factor.reshape((1,) * local.ndim), out=local)
     return norm
 
 
@@ -115,9 +143,10 @@ def check_replicas(model: nn.Module, group: TPGroup) -> None:
     """
     names, spreads = [], []
     for name, parameter, layout in _held_by_several(model, group):
-        reference = _first_holders(parameter, layout, group)
-        differs = (_octets(parameter) != _octets(reference)).any(-1)
-        spread = (parameter.double() - reference.double()).abs().clamp_min(torch.finfo(torch.float64).tiny)
+        value = whole(parameter)
+        reference = _first_holders(value, layout, group)
+        differs = (_octets(value) != _octets(reference)).any(-1)
+        spread = (value.double() - reference.double()).abs().clamp_min(torch.finfo(torch.float64).tiny)
         names.append(name)
         spreads.append(torch.where(differs, spread, 0.0).amax())
     if not names:
@@ -132,7 +161,9 @@ def check_replicas(model: nn.Module, group: TPGroup) -> None:
 def sync_replicated(model: nn.Module, group: TPGroup) -> None:
     """Gives whatever several ranks hold the values of its first holder, on all of them."""
     for _, parameter, layout in _held_by_several(model, group):
-        parameter.copy_(_first_holders(parameter, layout, group))
+        local, rows, _ = held(parameter)
+        value = _first_holders(whole(parameter), layout, group)
+        local.copy_(value[slice(*rows)] if value.ndim else value)
 
 
 def _held_by_several(model: nn.Module, group: TPGroup) -> list[NamedLayout]:

@@ -77,11 +77,16 @@ class TPGroup:
         return replace(self, virtual_shards=virtual_shards)
 
     @property
-    def name(self) -> str:
-        """The name under which torch's functional collectives know the process group."""
+    def connected(self) -> dist.ProcessGroup:
+        """The process group, or a ValueError if there is none: torch would take all ranks that were started instead."""
         if self.process_group is None:
             raise ValueError(f"a tensor-parallel group of size {self.size} needs a process group to communicate")
-        return self.process_group.group_name
+        return self.process_group
+
+    @property
+    def name(self) -> str:
+        """The name under which torch's functional collectives know the process group."""
+        return self.connected.group_name
 
     @classmethod
     def from_process_group(cls, process_group: dist.ProcessGroup) -> TPGroup:
@@ -101,6 +106,8 @@ class TPGroup:
                 f"TPGroup needs a mesh of one dimension, this one has {mesh.ndim} ({mesh.mesh_dim_names}): "
                 'slice it first, as in mesh["tp"]'
             )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this rank is not one of the mesh's {mesh.size()}")
         return cls.from_process_group(mesh.get_group())
 
     @classmethod

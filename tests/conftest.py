@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu"):
             if device_type() != "cuda":
                 item.add_marker(skip)
-        elif {"pool", "wide_pool"} & set(getattr(item, "fixturenames", ())):
+        elif {"pool", "pools", "wide_pool"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.gpu)
 
 
@@ -52,3 +52,11 @@ def wide_pool() -> Iterator[Pool]:
     pool = Pool(8)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools(pool: Pool) -> Iterator[dict[int, Pool]]:
+    """By number of ranks, for what concerns the whole world: DeepSpeed's meshes, FSDP2's checkpoints."""
+    pair = Pool(2)
+    yield {2: pair, 4: pool}
+    pair.close()

@@ -28,7 +28,8 @@ class Ended:
 def start(command: list[str], cwd: Path, timeout: float = BOUND, text: str = "") -> Ended:
     """Runs a command in a session of its own, with ``text`` on its stdin, and kills all of it if it does not end."""
     outer = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
-    env = {**outer, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), outer.get("PYTHONPATH")]))
+    env = {**outer, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     began = time.monotonic()
     pipe = subprocess.PIPE
     process = subprocess.Popen(

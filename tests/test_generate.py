@@ -22,7 +22,7 @@ from tests.oracle_loading import random_state
 from tests.pool import Pool
 from tests.programs import python, torchrun
 from tests.tiny_llama import BOS, EOS, make_tokenizer, write_folder
-from tpblock import Decoder, ModelConfig, generate
+from tpblock import Decoder, LongRopeScaling, ModelConfig, generate
 from tpblock.formats.convert import open_checkpoint, shard
 from tpblock.generate import draw, warp
 
@@ -36,9 +36,18 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def decoder(group: TPGroup, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
-    model = Decoder(CONFIG, group=group, dtype=dtype, **options)
-    scatter_state(model, {name: value.to(dtype) for name, value in random_state(CONFIG).items()}, model.group)
+LONG = replace(
+    CONFIG,
+    rope_scaling=LongRopeScaling(
+        short_factor=(1.0, 1.5), long_factor=(2.0, 5.0), original_max_seq_len=IDS.shape[1] + 4, attention_factor=1.2
+    ),
+)
+"""Its frequencies change in the middle of what is generated."""
+
+
+def decoder(group: TPGroup, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG, **options: Any) -> Decoder:
+    model = Decoder(config, group=group, dtype=dtype, **options)
+    scatter_state(model, {name: value.to(dtype) for name, value in random_state(config).items()}, model.group)
     return model
 
 
@@ -47,8 +56,9 @@ def new_tokens(model: Decoder, **options: Any) -> Tensor:
     return torch.stack(list(generate(model, IDS, NEW, **options)), 1)
 
 
-def test_greedy_tokens_are_those_of_whole_forward_passes() -> None:
-    model, ids = decoder(single_device()), IDS
+@pytest.mark.parametrize("config", [CONFIG, LONG, replace(LONG, sliding_window=6)])
+def test_greedy_tokens_are_those_of_whole_forward_passes(config: ModelConfig) -> None:
+    model, ids = decoder(single_device(), config=config), IDS
     for _ in range(NEW):
         ids = torch.cat([ids, model(ids)[:, -1].argmax(-1, keepdim=True)], 1)
     found = new_tokens(model)
@@ -146,8 +156,9 @@ REFUSED = [
     (IDS[0], 1, {}, r"of shape \(5,\)"),
     (IDS + 44, 1, {}, "the token id 53 is not in the model's vocabulary of 53"),
     (IDS - 2, 1, {}, "the token id -1 is not in the model's vocabulary of 53"),
-    (IDS, 1, {"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
-    (IDS, 1, {"temperature": float("nan")}, "temperature must be finite and not negative, got nan"),
+    (IDS, 1, {"temperature": -0.5}, "temperature must be 0, or finite and at least 1e-06, got -0.5"),
+    (IDS, 1, {"temperature": float("nan")}, "temperature must be 0, or finite and at least 1e-06, got nan"),
+    (IDS, 1, {"temperature": 1e-40}, "temperature must be 0, or finite and at least 1e-06, got 1e-40"),
     (IDS, 1, {"top_k": 0}, "top_k must be at least 1, got 0"),
     (IDS, 1, {"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
     (IDS, 1, {"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
@@ -160,6 +171,16 @@ def test_refusals(ids: Tensor, new: int, options: dict[str, Any], message: str) 
     """Before the first token is asked for."""
     with pytest.raises(ValueError, match=message):
         generate(decoder(single_device()), ids, new, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_tokens_of_logits_that_are_not_finite(value: float, temperature: float) -> None:
+    model = decoder(single_device())
+    with torch.no_grad():
+        model.stack.norm.weight[0] = value
+    with pytest.raises(ValueError, match="the logits of new token 1 are not finite numbers"):
+        list(generate(model, IDS, 2, temperature=temperature))
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
@@ -260,6 +281,13 @@ def test_the_folder_says_which_tokens_end_a_text(
     assert stop_ids(replace(checkpoint, path=tmp_path, hf=hf)) == expected
 
 
+@pytest.mark.parametrize("ids", ["2", [2, None], 1 << 80])
+def test_what_ends_a_text_has_to_be_token_ids(tiny: Path, tmp_path: Path, ids: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="eos_token_id must be a token id or several, got"):
+        stop_ids(replace(open_checkpoint(tiny), path=tmp_path))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -267,7 +295,7 @@ def test_the_folder_says_which_tokens_end_a_text(
         ({"prompt": ("x",), "max_new_tokens": 63}, "a prompt of 2 tokens and 63 new ones are longer than .* max_seq_len 64"),
         ({"ids": (300,)}, "the token id 300 is not in the model's vocabulary of 300"),
         ({"prompt": ("x\udcff",)}, r"the tokenizer cannot read 'x\\udcff': "),
-        ({"prompt": ("x",), "temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
+        ({"prompt": ("x",), "temperature": -1.0}, "temperature must be 0, or finite and at least 1e-06, got -1.0"),
         ({"prompt": ("x",), "max_new_tokens": 9, "virtual_shards": 7}, "6 query heads cannot be dealt over 7"),
     ],
 )

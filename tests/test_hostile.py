@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from parallel.checkpoint import load_checkpoint, save_checkpoint
@@ -61,6 +63,7 @@ from tests.hostile import (
 from tests.pool import Pool
 from tpblock import CheckpointError, Decoder, ModelConfig, load_pretrained, save_pretrained
 from tpblock.formats import convert
+from tpblock.formats.checkpoint import read_config
 from tpblock.formats.convert import open_checkpoint
 
 
@@ -168,6 +171,10 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "nested": (text(INDEX, '{"weight_map": ' + NEST + "}"), f"cannot read .*{INDEX}"),
     "a pipe": (fifo(INDEX), f"cannot read .*{INDEX}: it is no regular file"),
     "gone": (gone(INDEX), f"cannot read .*{SINGLE}: .*No such file"),
+    "beside a single file": (
+        lambda folder: shutil.copyfile(folder / FIRST, folder / SINGLE),
+        f"has {SINGLE}, and {INDEX} that names other files",
+    ),
 }
 
 TENSORS: dict[str, tuple[Change, str]] = {
@@ -246,7 +253,7 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "architectures of lists": (config(architectures=[["LlamaForCausalLM"]]), "config.json makes no model|is not supported"),
     "architectures of numbers": (config(architectures=[1]), "architecture 1 is not supported"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantization_config: quantised weights are not"),
-    "layers past all": (config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000, at most 10000"),
+    "layers past all": (config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000, the number of layers is 1 to 10000"),
     "layers past the tensors": (config(num_hidden_layers=9999), "a model of 9999 layers, the files hold 21 tensors"),
     "a layer more": (config(num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
     "a layer less": (config(num_hidden_layers=1), "tensors that the model lacks: model.layers.1"),
@@ -259,8 +266,18 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "heads that do not divide": (config(num_attention_heads=3), "dim 8 is not a multiple of heads 3"),
     "KV heads that do not divide": (config(num_key_value_heads=3), "heads 4 is not a multiple of kv_heads 3"),
     "unknown activation": (config(hidden_act="tanh"), "hidden_act = 'tanh' is not supported"),
-    "rope_parameters a list": (config(rope_parameters=[1]), "config.json makes no model"),
-    "rope type a list": (config(rope_scaling={"rope_type": ["linear"], "factor": 2.0}), "config.json"),
+    "rope_parameters a list": (config(rope_parameters=[1]), r"rope_parameters must be an object or null, got \[1\]"),
+    "rope type a list": (
+        config(rope_scaling={"rope_type": ["linear"], "factor": 2.0}),
+        r"rope type \['linear'\] is not supported",
+    ),
+    "rope type an empty list": (config(rope_scaling={"rope_type": []}), r"rope type \[\] is not supported"),
+    "rope_theta a text": (config(rope_theta="10000"), "rope_theta must be a finite number, got '10000'"),
+    "rope_theta true": (config(rope_theta=True), "rope_theta must be a finite number, got True"),
+    "rope_theta past all": (config(rope_theta=10**400), "rope_theta must be a finite number, got 10"),
+    "rms_norm_eps past all": (config(rms_norm_eps=10**400), "norm_eps must be a finite number, got 10"),
+    "activation a list": (config(hidden_act=[]), r"hidden_act = \[\] is not supported"),
+    "biases a text": (config(attention_bias="false"), "attention_bias must be true or false, got 'false'"),
 }
 LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 16} | {
     "factor": 8.0,
@@ -355,7 +372,7 @@ SHARDED: dict[str, tuple[Change, str]] = {
     "no hf_config": (manifest("hf_config", value={}), "architecture None is not supported"),
     "hf_config null": (manifest("hf_config", value=None), f"{MANIFEST}: hf_config: "),
     "another config": (manifest("hf_config", "num_hidden_layers", value=1), "tensors that the model lacks: stack.blocks.1"),
-    "layers past all": (manifest("hf_config", "num_hidden_layers", value=10**9), "at most 10000"),
+    "layers past all": (manifest("hf_config", "num_hidden_layers", value=10**9), "is 1 to 10000"),
     "fewer heads than ranks": (
         both(manifest("hf_config", "num_attention_heads", value=1), manifest("hf_config", "num_key_value_heads", value=1)),
         rf"{MANIFEST}: 1 query heads cannot be dealt over 2",
@@ -365,11 +382,15 @@ SHARDED: dict[str, tuple[Change, str]] = {
     "a rank's file empty": (cut(RANK_1, lambda size, head: 0), f"cannot read .*{RANK_1}"),
     "a rank's file swapped": (
         lambda folder: shutil.copyfile(folder / RANK_0, folder / RANK_1),
+        f"{RANK_1} was written as {RANK_0}: the files were renamed",
+    ),
+    "a rank's file of another size": (
+        lambda folder: save_file(load_file(folder / RANK_1), folder / RANK_1, {"file": RANK_1, "x": "y"}),
         rf"{RANK_1} has \d+ bytes, the manifest says \d+",
     ),
     "a rank's file swapped, with its size": (
         both(
-            lambda folder: shutil.copyfile(folder / RANK_0, folder / RANK_1),
+            lambda folder: save_file(load_file(folder / RANK_0), folder / RANK_1, {"file": RANK_1}),
             edit_json(MANIFEST, lambda m: m["files"][1].update(size=m["files"][0]["size"])),
         ),
         rf"{RANK_1}: .* of shape .*, the manifest makes it .* of shape",
@@ -603,6 +624,7 @@ def test_limited_file_size(originals: dict[str, Path], tmp_path: Path) -> None:
 
 @WRITERS
 def test_output_that_is_taken(originals: dict[str, Path], tmp_path: Path, write: Callable[[Path, Path], None]) -> None:
+    """Neither it nor anything beside it is touched, whatever it is called."""
     out, beside = tmp_path / "out", tmp_path / "out.partial"
     out.mkdir()
     (out / "precious").write_text("x")
@@ -611,6 +633,11 @@ def test_output_that_is_taken(originals: dict[str, Path], tmp_path: Path, write:
     check_not_written(write, originals["llama"], out, tmp_path, f"{out} is there already and not empty")
     check_not_written(write, originals["llama"], out / "precious", tmp_path, "precious is there already")
     check_not_written(write, originals["llama"], out / "precious" / "out", tmp_path, "cannot write .*Not a directory")
+    write(originals["llama"], tmp_path / "free")
+    assert (beside / "precious").read_text() == (out / "precious").read_text() == "x"
+    shutil.copytree(originals["llama"], tmp_path / "new.partial")
+    write(tmp_path / "new.partial", tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == ["free", "new", "new.partial", "out", "out.partial"]
 
 
 @WRITERS
@@ -667,6 +694,15 @@ def check_each_refuses(pool: Pool, folders: list[Any], fault: str, kinds: list[s
         assert seconds < 10
 
 
+@pytest.mark.parametrize("kind", ["missing", "unknown", "of another shape", "of another dtype"])
+def test_c75_a_wrong_tensor_is_named_and_makes_no_model(originals: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    change, fault = TENSORS[kind]
+    folder = tmp_path / "folder"
+    shutil.copytree(originals["llama"], folder)
+    change(folder)
+    check_refused(folder, fault)
+
+
 def test_more_ranks_than_heads(pool: Pool, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "few", llama_tensors(heads=2, kv_heads=1), num_attention_heads=2, num_key_value_heads=1)
     results = pool.run(4, load_each, [folder] * 4)
@@ -675,16 +711,44 @@ def test_more_ranks_than_heads(pool: Pool, tmp_path: Path) -> None:
     }
 
 
+def load_with(group: TPGroup, folder: Path, options: list[dict[str, Any]]) -> str:
+    try:
+        load_pretrained(folder, group=group, **options[group.rank])
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_ranks_with_different_options(pool: Pool, originals: dict[str, Path]) -> None:
+    changed = replace(read_config(originals["llama"])[0], norm_eps=0.1)
+    for other in ({"config": changed}, {"virtual_shards": 2}, {"dtype": torch.float64}):
+        results = pool.run(2, load_with, originals["llama"], [{}, other])
+        assert all("rank 1 and rank 0 do not have the same config or options" in result for result in results), results
+
+
+def test_a_config_that_the_folder_would_not_have(originals: dict[str, Path], tmp_path: Path) -> None:
+    trained = replace(read_config(originals["llama"])[0], dropout=0.1)
+    save_pretrained(load_pretrained(originals["llama"], group=single_device(), config=trained), tmp_path / "out")
+    model = load_pretrained(originals["llama"], group=single_device(), config=replace(trained, norm_eps=0.1))
+    with pytest.raises(CheckpointError, match="it has norm_eps .*, the model has 0.1"):
+        save_pretrained(model, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_ranks_with_different_folders(pool: Pool, originals: dict[str, Path], tmp_path: Path) -> None:
     llama = originals["llama"]
     other_config = write_folder(tmp_path / "config", llama_tensors(), rope_theta=2e4)
-    check_each_refuses(pool, [llama, llama, other_config], "rank 2 has another folder than rank 0")
+    check_each_refuses(pool, [llama, llama, other_config], "rank 2 and rank 0 do not have the same folder")
     other_weights = write_folder(tmp_path / "weights", llama_tensors(seed=1))
-    check_each_refuses(pool, [llama, other_weights], "rank 1 has another folder than rank 0")
-    check_each_refuses(pool, [llama, originals["sharded"]], "rank 1 has another folder than rank 0")
-    one_norm = llama_tensors()
-    one_norm[NORM][-1] += 1
-    check_each_refuses(pool, [llama, write_folder(tmp_path / "norm", one_norm)], "rank 1 has another weights of the norms")
+    check_each_refuses(pool, [llama, other_weights], "rank 1 and rank 0 do not have the same folder")
+    check_each_refuses(pool, [llama, originals["sharded"]], "rank 1 and rank 0 do not have the same folder")
+    for part in ("k_proj", "v_proj", "up_proj", "down_proj", "embed_tokens", "model.norm"):
+        changed = llama_tensors()
+        for name, tensor in changed.items():
+            if part in name:
+                tensor[len(tensor) // 2 :] += 1
+        folder = write_folder(tmp_path / part, changed)
+        check_each_refuses(pool, [llama, folder], "rank 1 and rank 0 do not have the same (folder|replicated weights)")
 
 
 def test_a_folder_that_one_rank_cannot_read(pool: Pool, originals: dict[str, Path], tmp_path: Path) -> None:

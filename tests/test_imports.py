@@ -37,6 +37,11 @@ def test_imports_point_one_way(folder: str) -> None:
         assert found <= ALLOWED[folder], f"{file.relative_to(ROOT)} imports {sorted(found - ALLOWED[folder])}"
 
 
+def test_one_module_alone_needs_deepspeed() -> None:
+    files = [path for folder in ALLOWED for path in (ROOT / folder).rglob("*.py")]
+    assert [path.name for path in files if "deepspeed" in imported(path.read_text())] == ["deepspeed.py"]
+
+
 def test_imports_are_found_wherever_they_are() -> None:
     assert set(imported("import a.b as c, d\ndef f():\n    from e.f import g\n")) == {"a", "d", "e"}
 

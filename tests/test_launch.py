@@ -9,6 +9,10 @@ import json
 import os
 import re
 import shlex
+import socket
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,9 @@ import pytest
 import torch
 
 from launch import environment
-from launch.environment import Environment, UserError
+from launch.environment import Environment, UserError, parse
 from launch.train import TrainConfig, train
+from launch.train_config import from_file
 from parallel.checkpoint import load_checkpoint
 from parallel.group import single_device
 from tests.programs import ROOT, Ended, python, torchrun
@@ -101,8 +106,8 @@ def test_a_killed_rank_takes_the_others_down(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
-    ended = faulty("time.sleep(600)", tmp_path, timeout=15)
-    assert re.search(r"^rank 0: lost touch with another rank: .*15000 ?ms", ended.errors, re.MULTILINE)
+    ended = faulty("time.sleep(600)", tmp_path, timeout=8)
+    assert re.search(r"^rank 0: lost touch with another rank: .*8000 ?ms", ended.errors, re.MULTILINE)
     assert ended.seconds < 90
 
 
@@ -134,7 +139,10 @@ def test_ranks_with_other_settings_are_named(tmp_path: Path) -> None:
     [
         (["--tp", "3"], "--tp 3 does not divide the 2 ranks that were started"),
         (["--timeout", "nan"], "--timeout must be positive and at most 1e+06 s, got nan"),
-        (["--tp", "1"], "2 ranks with --tp 1 would be 2 data-parallel replicas"),
+        (
+            ["--tp", "1", "--batch", "6", "--accumulation", "2"],
+            "--batch 6 does not divide into 2 micro-batches on each of 2 data-parallel replicas (2 ranks, --tp 1)",
+        ),
         (["--heads", "1", "--kv-heads", "1"], "1 query heads cannot be dealt over 2 tensor-parallel shards"),
     ],
 )
@@ -178,7 +186,7 @@ def test_c12_two_ranks_equal_one_device_and_a_resumed_run_equals_an_uninterrupte
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4]
     assert all(d["equal"] and d["relative"] < 1e-4 for d in lines[-1]["comparison"])
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((run / "config.json").read_text())["dropout"] == 0.3
+    assert tomllib.loads((run / "config.toml").read_text())["dropout"] == 0.3
 
     resumed = torchrun(2, "-m", "launch.train", *options, "--resume", "runs/1/checkpoints/step-2", cwd=tmp_path)
     assert resumed.code == 0, resumed.errors
@@ -236,8 +244,8 @@ def test_a_pretrained_model_is_trained_on_compared_resumed_and_written(tmp_path:
     assert "parameters in float32 on 2 tensor-parallel ranks" in first.output  # the folder's dtype
     assert "from model, the text as tokens of its tokenizer.json\n" in first.output
     assert first.output.count(" equal\n") == 5 and first.output.endswith("checkpoints/step-4, model\n")
-    config = json.loads((tmp_path / "runs" / "1" / "config.json").read_text())
-    assert (config["init"], config["dtype"], config["dim"]) == ("model", "float32", None)
+    config = tomllib.loads((tmp_path / "runs" / "1" / "config.toml").read_text())
+    assert (config["init"], config["dtype"], config["tp"]) == ("model", "float32", 2) and "dim" not in config
 
     trained = LlamaForCausalLM.from_pretrained(tmp_path / "runs" / "1" / "model")
     ours = weights(tmp_path / "runs" / "1" / "checkpoints" / "step-4", TrainConfig(init=tmp_path / "model"))
@@ -290,6 +298,164 @@ def test_what_cannot_be_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(UserError, match=message):
             here(**{"seq_len": 16, **options, "init": Path(options["init"])})
     assert not (tmp_path / "runs").exists()
+
+
+# --- several replicas
+
+
+def train_replicas(cwd: Path, *options: str, ranks: int = 4) -> Ended:
+    """A model of the folder ``cwd / "model"`` on pairs of ranks, with what a file says."""
+    if not (cwd / "model").exists():
+        write_folder(cwd / "model", tokenizer=False, vocab_size=256)
+        (cwd / "settings.toml").write_text(
+            'tp = 2\ndevice = "cpu"\ninit = "model"\nbatch = 8\naccumulation = 2\nseq-len = 9\nsteps = 40\ndropout = 0.1\n'
+            "checkpoint_every = 2\nvalidation_batches = 1\n"
+        )
+    return torchrun(ranks, "-m", "launch.train", "--config", "settings.toml", "--steps", "4", *options, cwd=cwd)
+
+
+def test_distributed_data_parallel_in_invariant_mode_has_the_bits_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = train_replicas(tmp_path, "--virtual-shards", "3", "--sequence-parallel")
+    assert ended.code == 0, ended.errors
+    assert "in float32 on 2 replicas (ddp) of 2 tensor-parallel ranks (cpu)" in " ".join(ended.output.split())
+    assert {d["relative"] for d in metrics(tmp_path / "runs" / "1")[-1]["comparison"]} == {0.0}
+    saved = tomllib.loads((tmp_path / "runs" / "1" / "config.toml").read_text())
+    assert (saved["steps"], saved["batch"], saved["sequence_parallel"]) == (4, 8, True)
+
+    monkeypatch.chdir(tmp_path)
+    resumed = {"init": Path("model"), "batch": 8, "seq_len": 9, "steps": 4, "dropout": 0.1, "virtual_shards": 3}
+    resumed["resume"] = Path("runs/1/checkpoints/step-2")
+    told = r"of 4 micro-batches a step, this one has 2, .* \(2 x 1\) must be 4"
+    with pytest.raises(UserError, match=told):
+        here(**resumed, accumulation=2)
+    here(**resumed, accumulation=4, validation_batches=1, compare=False, out=Path("resumed"))
+    assert losses(tmp_path / "resumed") == {step: losses(tmp_path / "runs" / "1")[step] for step in (3, 4)}
+
+
+def test_fsdp2_equals_one_device_and_one_device_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = train_replicas(tmp_path, "--engine", "fsdp2")
+    assert ended.code == 0, ended.errors
+    assert ended.output.count(" equal\n") == 5
+    ours = weights(tmp_path / "runs" / "1" / "checkpoints" / "step-4", TrainConfig(init=tmp_path / "model"))
+    check_written(tmp_path / "runs" / "1", ours["head.weight"])
+
+    monkeypatch.chdir(tmp_path)
+    config = parse(TrainConfig, ["--config", "runs/1/config.toml", "--engine", "ddp", "--tp", "1"], "train", from_file)
+    assert (config.engine, config.tp, config.accumulation, config.out) == ("ddp", 1, 2, None)
+    alone = replace(config, resume=Path("runs/1/checkpoints/step-2"), out=Path("resumed"), compare=False)
+    train(alone, Environment(alone, torchrun=False))
+    for step, loss in losses(tmp_path / "resumed").items():
+        assert loss == pytest.approx(losses(tmp_path / "runs" / "1")[step], rel=1e-5)
+
+
+def check_written(run: Path, head: torch.Tensor | None) -> None:
+    from transformers import LlamaForCausalLM
+
+    trained = LlamaForCausalLM.from_pretrained(run / "model").lm_head.weight
+    assert head is None or torch.equal(trained, head)
+    assert not torch.equal(trained, LlamaForCausalLM.from_pretrained(run.parents[1] / "model").lm_head.weight)
+
+
+def test_deepspeed_equals_one_device_and_goes_on_at_the_same_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (make install says why)")
+    options = ["--engine", "deepspeed", "--zero-stage", "3"]
+    ended = train_replicas(tmp_path, *options)
+    assert ended.code == 0, ended.errors
+    assert "(deepspeed at ZeRO stage 3)" in " ".join(ended.output.split()) and ended.output.count(" equal\n") == 5
+    check_written(tmp_path / "runs" / "1", None)
+
+    resumed = train_replicas(tmp_path, *options, "--resume", "runs/1/checkpoints/step-2", "--no-compare")
+    assert resumed.code == 0, resumed.errors
+    assert losses(tmp_path / "runs" / "2") == {step: losses(tmp_path / "runs" / "1")[step] for step in (3, 4)}
+    once, twice = ((tmp_path / "runs" / run / "model" / "model.safetensors.index.json").read_bytes() for run in "12")
+    assert once == twice
+
+    elsewhere = train_replicas(tmp_path, *options, "--resume", "runs/1/checkpoints/step-2", "--no-compare", ranks=2)
+    line = elsewhere.errors.splitlines()[0]
+    assert elsewhere.code != 0 and "was saved with data-parallel replicas 2, now 1" in line and line.startswith("error: ")
+    other = python(
+        *shlex.split("-m launch.train --config settings.toml --tp 1 --resume runs/1/checkpoints/step-2"), cwd=tmp_path
+    )
+    assert other.errors == ("error: runs/1/checkpoints/step-2 was saved by DeepSpeed: go on from it with --engine deepspeed\n")
+
+
+def two_nodes(*folders: Path) -> list[Ended]:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    agent = shlex.split(
+        f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:{port} "
+        "--local-addr localhost --rdzv-id test -m launch.train --steps 3 --out run"
+    )
+    with ThreadPoolExecutor() as agents:
+        return list(agents.map(lambda folder: python(*agent, *TINY, cwd=folder), folders))
+
+
+def test_two_nodes_with_a_rank_each(tmp_path: Path) -> None:
+    ended = two_nodes(tmp_path, tmp_path)
+    assert [each.code for each in ended] == [0, 0], "".join(each.errors for each in ended)
+    told = [each.output for each in ended if each.output]
+    assert len(told) == 1 and "on 2 tensor-parallel ranks (cpu)" in told[0] and "DIFFERS" not in told[0]
+
+
+def test_nodes_that_do_not_share_the_folder(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name / "run").mkdir(parents=True)
+    ended = two_nodes(tmp_path / "a", tmp_path / "b")
+    assert all(each.code != 0 for each in ended)
+    assert "rank 0 has made the folder run, which is not on this host" in "".join(each.errors for each in ended)
+
+
+def test_a_replica_that_cannot_save_stops_all(tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(
+        "import errno, launch.engines, launch.train\n"
+        "def full(*_):\n    raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "launch.engines.save_checkpoint = full\nlaunch.train.main()\n"
+    )
+    ended = torchrun(2, "full.py", *TINY, "--tp", "1", "--steps", "9", "--checkpoint-every", "2", "--out", "run", cwd=tmp_path)
+    assert ended.code != 0 and list(losses(tmp_path / "run")) == [1, 2]
+    assert ended.errors.splitlines()[0] == "error: rank 0: [Errno 28] No space left on device"
+    assert "launch/" not in ended.errors  # no traceback of ours
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("baths = 3", "there is no option baths; there are accumulation, batch, "),
+        ("batch = 'many'", "batch must be int, got 'many'"),
+        ("batch = 2.5", "batch must be int, got 2.5"),
+        ("batch = true", "batch must be int, got True"),
+        ("sequence-parallel = 1", "sequence-parallel must be bool, got 1"),
+        ("zero_stage = 4", "zero_stage must be one of 0, 1, 2, 3, got 4"),
+        ("engine = 'fsdp'", "engine must be one of 'ddp', 'fsdp2', 'deepspeed', got 'fsdp'"),
+        ("out = 3", "out must be str, got 3"),
+        ("batch = ", "Invalid value"),
+    ],
+)
+def test_files_of_settings_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    (tmp_path / "settings.toml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        parse(TrainConfig, ["--config", str(tmp_path / "settings.toml")], "train", from_file)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and message in told
+
+
+def test_files_of_settings_are_overridden_and_come_back(tmp_path: Path) -> None:
+    settings = 'lr = 1\nclip = inf\nwarmup = 7\nsequence-parallel = true\nout = "späte \U0001f600 \\" runs"\nzero_stage = 2'
+    (tmp_path / "settings.toml").write_text(settings)
+    arguments = [f"--config={tmp_path / 'settings.toml'}", "--warmup", "5", "--no-sequence-parallel"]
+    config = parse(TrainConfig, arguments, "train", from_file)
+    assert (config.lr, config.clip, config.warmup, config.sequence_parallel) == (1, float("inf"), 5, False)
+    assert (config.out, config.zero_stage, config.batch) == (Path('späte \U0001f600 " runs'), 2, TrainConfig.batch)
+    (tmp_path / "saved.toml").write_text(config.toml())
+    again = from_file(["--config", str(tmp_path / "saved.toml")])
+    assert again == replace(config, config=None, out=None)
+    missing = str(tmp_path / "missing.toml")
+    with pytest.raises(UserError, match="cannot read .*missing.toml"):
+        from_file(["--config", missing])
 
 
 def test_a_run_that_differs_from_the_single_device_fails(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_index_outside_the_folder(folder: Path) -> None:
 
 
 def test_another_config(original: Path) -> None:
-    """With dropout, whose masks follow the seed; one with parameters that the folder has no values for is refused."""
+    """With dropout, whose masks follow the seed; one that has other parameters than the folder is refused."""
     config = dataclasses.replace(read_config(original)[0], dropout=0.5)
     ids = torch.arange(12).view(1, 12)
     losses = [
@@ -126,6 +126,8 @@ def test_another_config(original: Path) -> None:
     assert losses[0] == losses[1] != losses[2]
     for changes, fault in (
         ({"bias": True}, r"makes stack\.blocks\.0\.attention\.qkv\.bias of shape \(72,\), .* has none"),
+        ({"layers": config.layers - 1}, r"makes no stack\.blocks\.\d\.attention\.out\.weight, .*, which .* has"),
+        ({"tied_embeddings": True}, r"makes no head\.weight, which .* has"),
         ({"d_ff": 49}, r"makes stack\.blocks\.0\.feedforward\.up\.weight of shape \(98, 36\), .* has \(100, 36\)"),
     ):
         with pytest.raises(CheckpointError, match=f"the config given {fault}"):
@@ -155,3 +157,14 @@ def test_changed_weights_in_another_dtype(pool: Pool, original: Path, tmp_path: 
     for name, value in before.items():
         assert after[name].dtype == torch.float32
         assert torch.equal(after[name], value.float() + 1), name
+
+
+def storages(group: TPGroup, folder: Path) -> list[tuple[int, int]]:
+    model = load_pretrained(folder, group=group)
+    return [(parameter.untyped_storage().nbytes(), parameter.nbytes) for parameter in model.parameters()]
+
+
+def test_c74_a_shard_owns_its_storage_and_no_more(pool: Pool, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    for sizes in pool.run(2, storages, tmp_path):
+        assert all(storage == own for storage, own in sizes)

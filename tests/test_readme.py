@@ -1,4 +1,4 @@
-"""The README's script runs as it stands there, and the names it gives exist."""
+"""The scripts of README.md and docs/data_parallel.md run as they stand there, and the names that README.md gives exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from launch.cli import COMMANDS
 from tests.programs import ROOT, torchrun
 from tpblock import PRESETS
 
+DATA_PARALLEL = (ROOT / "docs" / "data_parallel.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
@@ -26,6 +27,20 @@ def test_the_script_prints_what_stands_below_it(tmp_path: Path) -> None:
         assert ended.code == 0, ended.errors
         assert len(numbers(ended.output)) == 10
         assert numbers(ended.output) == pytest.approx(numbers(printed), abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "deepspeed"])
+def test_the_scripts_of_several_replicas_print_the_same(name: str, tmp_path: Path) -> None:
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (make install says why)")
+    (script,) = re.findall(rf"```python\n(# mine_{name}\.py.*?)```", DATA_PARALLEL, re.DOTALL)
+    assert script.count("\n") <= 40
+    (tmp_path / "mine.py").write_text(script)
+    ended = torchrun(4, "mine.py", cwd=tmp_path)
+    assert ended.code == 0, ended.errors
+    printed = re.findall(r"```\n(step 0.*?)```", README, re.DOTALL)[0]
+    assert len(numbers(ended.output)) == 10 and numbers(ended.output) == pytest.approx(numbers(printed), abs=2e-3)
+    assert (tmp_path / f"mine-{name}").is_dir()
 
 
 def test_its_names_exist() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 
@@ -152,7 +152,7 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         for name in ("norm_eps", "rope_theta", "rotary_fraction", "dropout", "attention_dropout", "init_std"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or math.isinf(value):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
         if not isinstance(self.tied_embeddings, bool):
             raise ValueError(f"tied_embeddings must be True or False, got {self.tied_embeddings!r}")
@@ -189,8 +189,8 @@ class ModelConfig:
         if self.full_attention_layers and self.sliding_window is None:
             raise ValueError(f"full_attention_layers {self.full_attention_layers} have no effect without a sliding_window")
         for layer in self.full_attention_layers:
-            if not 0 <= layer < self.layers:
-                raise ValueError(f"full_attention_layers has {layer}, the layers are 0 to {self.layers - 1}")
+            if not isinstance(layer, int) or not 0 <= layer < self.layers:
+                raise ValueError(f"full_attention_layers has {layer!r}, the layers are 0 to {self.layers - 1}")
         if self.placement is Placement.PARALLEL and self.has_bias(Bias.QKV) != self.has_bias(Bias.FEEDFORWARD):
             raise ValueError(
                 f"{self.placement} computes q, k, v and the feed-forward's up projection with one weight: "

@@ -12,6 +12,10 @@ from parallel.rng import stream_key
 from tpblock.cache import KVCache
 from tpblock.config import ModelConfig
 from tpblock.model import Decoder
+from tpblock.rope import LongRopeScaling
+
+LEAST_TEMPERATURE = 1e-6
+"""That is as good as greedy already, and logits divided by much less overflow."""
 
 
 def generate(
@@ -39,13 +43,13 @@ def generate(
         stop: token ids that end a sequence. The others of the batch go on, while it repeats that token.
 
     Raises:
-        ValueError: if a number is out of range, or prompt and new tokens are longer than the model's ``max_seq_len``.
+        ValueError: if a number is out of range, or prompt and new tokens are longer than the model's ``max_seq_len``; at a
+            step, if the logits are not finite numbers.
     """
     check_request(model.config, ids, max_new_tokens)
     check_sampling(temperature, top_k, top_p)
     key, _ = stream_key(seed, "generate")
-    cache = KVCache(model, ids.shape[0], ids.shape[1] + max_new_tokens)
-    return _steps(model, ids.to(model.head_weight.device), cache, temperature, top_k, top_p, key, sorted(stop))
+    return _steps(model, ids.to(model.head_weight.device), max_new_tokens, temperature, top_k, top_p, key, sorted(stop))
 
 
 def check_request(config: ModelConfig, ids: Tensor, max_new_tokens: int) -> None:
@@ -66,8 +70,8 @@ def check_request(config: ModelConfig, ids: Tensor, max_new_tokens: int) -> None
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """A ValueError if one is out of range."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0, or finite and at least {LEAST_TEMPERATURE:g}, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -105,27 +109,41 @@ def draw(scores: Tensor, key: int, step: int) -> Tensor:
 def _steps(
     model: Decoder,
     ids: Tensor,
-    cache: KVCache,
+    max_new_tokens: int,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     key: int,
     stop: list[int],
 ) -> Iterator[Tensor]:
-    new, ended = ids, torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     stop_ids = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
-    for step in range(cache.max_len - ids.shape[1]):
-        logits = model.next_logits(new, cache)
+    total, short = ids.shape[1] + max_new_tokens, _short(model.config)
+    cache = KVCache(model, ids.shape[0], min(total, short) if ids.shape[1] <= short else total)
+    for step in range(max_new_tokens):
+        if cache.length == cache.max_len:  # the sequence has outgrown the short factors: all its keys turn otherwise now
+            cache = KVCache(model, ids.shape[0], total)
+        logits = model.next_logits(ids[:, cache.length :], cache)
+        if not logits.amax(-1).isfinite().all():  # on every rank: all have the same logits
+            raise ValueError(
+                f"the logits of new token {step + 1} are not finite numbers: the weights are damaged, or overflow"
+            )
         if temperature == 0:
             tokens = logits.argmax(-1)  # the first of several
         else:
             # On the CPU, where sums do not depend on how threads of a GPU meet.
             warped = warp(logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)), temperature, top_k, top_p)
             tokens = draw(warped, key, step).to(ids.device)
-        tokens = torch.where(ended, new[:, -1], tokens)
+        tokens = torch.where(ended, ids[:, -1], tokens)
         yield tokens
         if stop:
             ended = ended | torch.isin(tokens, stop_ids)
             if ended.all():
                 return
-        new = tokens[:, None]
+        ids = torch.cat([ids, tokens[:, None]], dim=1)
+
+
+def _short(config: ModelConfig) -> int:
+    """Up to which length a sequence keeps its rotary frequencies."""
+    scaling = config.rope_scaling
+    return scaling.original_max_seq_len if isinstance(scaling, LongRopeScaling) else config.max_seq_len

@@ -14,7 +14,7 @@ from parallel.regions import copy_to_ranks, gather_from_ranks, split_tokens
 from parallel.virtual import by_token_shard
 from parallel.vocab import VocabParallelEmbedding, check_loss, linear_cross_entropy
 from tpblock.cache import KVCache
-from tpblock.config import ModelConfig, Position
+from tpblock.config import ModelConfig, Parallelism, Position
 from tpblock.context import Context
 from tpblock.init import initialise
 from tpblock.stack import Stack
@@ -64,43 +64,17 @@ class Decoder(nn.Module):
         if loss_chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1, got {loss_chunk}")
         self.loss_chunk = loss_chunk
-        self.embedding = VocabParallelEmbedding(
-            config.vocab_size,
-            config.dim,
-            device,
-            dtype,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            reduce_dtype=reduce_dtype,
-            seed=None,
-        )
+        parallel = Parallelism(group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
+        options = {"device": device, "dtype": dtype, "seed": None, **vars(parallel)}
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, **options)
         self.positions = None
         if config.position is Position.LEARNED:
             self.positions = nn.Parameter(torch.empty(config.max_seq_len, config.dim, device=device, dtype=dtype))
-        self.stack = Stack(
-            config,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            reduce_dtype=reduce_dtype,
-            activation_checkpointing=activation_checkpointing,
-            device=device,
-            dtype=dtype,
-            seed=None,
-        )
+        self.stack = Stack(config, activation_checkpointing=activation_checkpointing, **options)
         self.head = None
         if not config.tied_embeddings:
-            self.head = ColumnParallelLinear(
-                config.dim,
-                config.vocab_size,
-                False,
-                device,
-                dtype,
-                group=group,
-                parts=self.embedding.layouts["weight"].parts,
-                sequence_parallel=sequence_parallel,
-                reduce_dtype=reduce_dtype,
-                seed=None,
-            )
+            vocab = self.embedding.layouts["weight"].parts
+            self.head = ColumnParallelLinear(config.dim, config.vocab_size, False, parts=vocab, **options)
         if seed is not None:
             self.initialise(seed)
 

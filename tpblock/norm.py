@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,9 +19,22 @@ class TokenNorm(nn.Module):
     Under sequence parallelism a rank sees only its tokens, and the sum goes over the ranks.
     """
 
-    def __init__(self, eps: float, parallel: Parallelism) -> None:
+    biased: ClassVar[bool]
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        parallel: Parallelism = Parallelism(),
+    ) -> None:
         super().__init__()
         self.eps, self.parallel = eps, parallel
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        if self.biased:
+            self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
 
     def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """The norm of x [..., dim] with the parameters given, in the order of ``self.parameters()``."""
@@ -52,17 +67,7 @@ class RMSNorm(TokenNorm):
     The normalised value is rounded to the dtype of x before the product with the weight, as Llama does.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        parallel: Parallelism = Parallelism(),
-    ) -> None:
-        super().__init__(eps, parallel)
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+    biased = False
 
     def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
         (weight,) = parameters
@@ -77,18 +82,7 @@ class LayerNorm(TokenNorm):
     torch keeps the statistics of half dtypes in float32.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        parallel: Parallelism = Parallelism(),
-    ) -> None:
-        super().__init__(eps, parallel)
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+    biased = True
 
     def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
         weight, bias = parameters

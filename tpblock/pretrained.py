@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -15,8 +16,7 @@ from torch import Tensor
 
 from parallel.agreement import exchange, together
 from parallel.group import TPGroup
-from parallel.regions import gather_pieces
-from parallel.state import named_layouts
+from parallel.state import global_tensors, named_layouts
 from tpblock.config import ModelConfig
 from tpblock.formats.checkpoint import Checkpoint
 from tpblock.formats.convert import Plan, finish_hf, hf_plan, open_checkpoint
@@ -24,6 +24,12 @@ from tpblock.formats.files import CheckpointError, Writer, written_aside
 from tpblock.formats.meta import MetaOptions
 from tpblock.formats.stored import InMemory, StoredTensor, copy, difference, shard_tensor, whole_tensor
 from tpblock.model import Decoder
+
+SAMPLES, SAMPLED_NUMBERS = 8, 256
+"""What of each tensor is compared between the ranks: so many runs of so many numbers."""
+
+NOT_STORED = ("dropout", "attention_dropout", "init_std")
+"""Fields of a config that say how a model is trained, and are not in the folders that it is read from."""
 
 
 def load_pretrained(
@@ -62,49 +68,61 @@ def load_pretrained(
         model = Decoder(config or checkpoint.config, group=group, device="meta", dtype=dtype or checkpoint.dtype(), **options)
         fingerprint = _fingerprint(checkpoint)
     _check_alike("folder", fingerprint, group)
+    settings = (model.config, dtype, model.group.virtual_shards, model.sequence_parallel, finite)
+    _check_alike("config or options", repr(settings), group)
     with together(group, CheckpointError):
         model.to_empty(device=device or "cpu")
         replicated = _fill(model, checkpoint, finite)
-    _check_alike("weights of the norms", replicated, group)
+    _check_alike("replicated weights", replicated, group)
     model.origin = checkpoint
     return model
 
 
-def save_pretrained(model: Decoder, folder: str | Path, *, max_shard_size: int | None = None) -> None:
+def save_pretrained(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    max_shard_size: int | None = None,
+    tensors: Iterator[tuple[str, Tensor]] | None = None,
+    ranks: TPGroup | None = None,
+) -> None:
     """Writes a model that :func:`load_pretrained` made as a Hugging Face folder: the same names, dtypes and files.
 
     All ranks of the group call it; of several data-parallel replicas only one does. Each parameter is gathered in turn and
-    written by rank 0, so that no rank holds the whole model. It is written to ``folder`` + ".partial" and renamed when complete.
+    written by rank 0, so that no rank holds the whole model. It is written beside ``folder``, which it becomes when complete.
 
     Args:
         folder: new or empty.
         max_shard_size: bytes in a file at most, unless one tensor has more; by default the files are divided as they were.
+        tensors, ranks: for a model whose parameters data-parallel replicas share, or that an engine keeps (FSDP2, DeepSpeed): the
+            global tensors by name, one at a time, and all ranks that go through them together. By default the model's own.
 
     Raises:
         CheckpointError: on every rank, if ``folder`` is there already, something cannot be written (a full disk), or the model
-            is not one that load_pretrained made.
+            is not one that load_pretrained made, with the config of its folder but for dropout.
     """
     checkpoint, group = model.origin, model.group
     if checkpoint is None:
         raise CheckpointError(
             "only a model that load_pretrained made can be written as a Hugging Face folder: this one was not"
         )
+    described, ours = ({k: v for k, v in vars(c).items() if k not in NOT_STORED} for c in (checkpoint.config, model.config))
+    if changed := [f"{name} {described[name]}, the model has {ours[name]}" for name in ours if ours[name] != described[name]]:
+        raise CheckpointError(
+            f"the config.json of {checkpoint.path} would not describe this model: it has {'; '.join(changed)}"
+        )
+    if not checkpoint.path.is_dir():
+        raise CheckpointError(f"{checkpoint.path} is gone, whose tokenizer and other small files go with the weights")
     kinds = {name: parameter.dtype for name, parameter, _ in named_layouts(model)}
     plan = hf_plan(checkpoint, kinds, max_shard_size)
+    group, tensors = ranks or group, tensors or global_tensors(model, model.group)
     with together(group, CheckpointError):
-        tensors = _global_tensors(model)
         try:
             if group.rank == 0:
                 _write(tensors, plan, checkpoint, kinds, Path(folder))
         finally:
             for _ in tensors:  # the ranks are to meet in every collective, whatever happened to the file
                 pass
-
-
-@torch.no_grad()
-def _global_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter, layout in named_layouts(model):
-        yield name, gather_pieces(parameter.detach(), layout, model.group)
 
 
 def _write(
@@ -133,7 +151,10 @@ def _fill(model: Decoder, checkpoint: Checkpoint, finite: bool) -> str:
     """Reads this rank's slices into the parameters. Returns a checksum of the replicated ones."""
     repeated = [(stored, entry) for stored, entry in checkpoint.copies.values() if checkpoint.ranks == 1]
     checksum = 0
-    for name, parameter, layout in named_layouts(model):
+    entries = list(named_layouts(model))
+    if ignored := sorted(checkpoint.source.keys() - {name for name, _, _ in entries}):
+        raise CheckpointError(f"the config given makes no {', '.join(ignored[:8])}, which {checkpoint.path} has")
+    for name, parameter, layout in entries:
         if name not in checkpoint.source or checkpoint.layouts[name].shape != layout.shape:
             shape = checkpoint.layouts[name].shape if name in checkpoint.source else "none"
             raise CheckpointError(f"the config given makes {name} of shape {layout.shape}, {checkpoint.path} has {shape}")
@@ -149,11 +170,18 @@ def _fill(model: Decoder, checkpoint: Checkpoint, finite: bool) -> str:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Of the config, the headers, and the first row of each parameter, which tells other weights of the same shapes."""
+    """Of the config, the headers, checksums if the format has them, and a sample of every tensor: SAMPLES runs of its rows' first
+    numbers, at places that its name decides, which tells other weights of the same shapes."""
     headers = {name: (str(entry.dtype), entry.shape, entry.start) for name, (_, entry) in checkpoint.tensors.items()}
     known = hashlib.sha256(json.dumps([dict(checkpoint.hf.config), headers], sort_keys=True).encode())
-    for (_, entry), *_ in checkpoint.source.values():
-        known.update(entry.rows(0, 1).view(torch.uint8).numpy().tobytes())
+    known.update(repr(sorted(checkpoint.checksums.items())).encode())
+    for name, (_, entry) in checkpoint.tensors.items():
+        draw = random.Random(name)
+        for _ in range(SAMPLES):
+            row = draw.randrange(entry.shape[0])
+            values = entry.rows(row, row + 1, sparse=True).flatten()
+            at = draw.randrange(len(values))
+            known.update(values[at : at + SAMPLED_NUMBERS].contiguous().view(torch.uint8).numpy().tobytes())
     return known.hexdigest()
 
 
@@ -161,5 +189,5 @@ def _check_alike(what: str, fingerprint: str, group: TPGroup) -> None:
     texts = exchange(fingerprint, group)
     if others := [str(rank) for rank, text in enumerate(texts) if text != texts[0]]:
         raise CheckpointError(
-            f"rank {', '.join(others)} has another {what} than rank 0: all ranks must load the same checkpoint"
+            f"rank {', '.join(others)} and rank 0 do not have the same {what}: all ranks must load the same checkpoint"
         )

@@ -7,21 +7,32 @@ forward pass rather than kept in buffers, so no conversion of the model can roun
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+class _Scaling:
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(
+                isinstance(n, int | float) and not isinstance(n, bool) and 0 < n <= sys.float_info.max for n in numbers
+            ):
+                raise ValueError(f"{name} of the rotary scaling must be positive numbers, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class LinearScaling:
+class LinearScaling(_Scaling):
     """All frequencies divided by ``factor``, as if positions lay that much closer (Chen et al., Position Interpolation, 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
+class Llama3Scaling(_Scaling):
     """Low frequencies divided by ``factor``, high ones kept, a linear passage between the two (Llama 3.1).
 
     High are those that turn more than ``high_freq_factor`` times within ``original_max_seq_len`` positions, low those that turn
@@ -33,9 +44,14 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_seq_len: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}")
+
 
 @dataclass(frozen=True, kw_only=True)
-class LongRopeScaling:
+class LongRopeScaling(_Scaling):
     """Each frequency divided by a factor of its own (Ding et al., LongRoPE, 2024; Phi-3 of 128k).
 
     The short factors serve sequences of up to ``original_max_seq_len`` tokens, the long ones longer sequences; each has one

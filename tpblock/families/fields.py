@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from tpblock.formats.files import CheckpointError
 from tpblock.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling
 
 _REQUIRED = object()
+
+MOST_LAYERS = 10_000
+"""Far more than any model has, and few enough to go through them before the files are looked at."""
 
 ACTIVATIONS = {
     "gelu": Activation.GELU,
@@ -50,10 +54,34 @@ def only(hf: Mapping[str, Any], **values: Any) -> None:
             raise CheckpointError(f"config.json: {field} = {hf[field]!r} is not supported, only {value!r}")
 
 
+def number(hf: Mapping[str, Any], field: str) -> float:
+    """The field, or a CheckpointError unless it is a number."""
+    value = take(hf, field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {field} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def flag(hf: Mapping[str, Any], field: str, default: Any = _REQUIRED) -> bool:
+    """The field, or a CheckpointError unless it is true or false."""
+    value = take(hf, field, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {field} must be true or false, got {value!r}")
+    return value
+
+
+def layers(hf: Mapping[str, Any], field: str = "num_hidden_layers") -> int:
+    """The number of layers, or a CheckpointError unless it is one that a model can have."""
+    value = take(hf, field)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MOST_LAYERS:
+        raise CheckpointError(f"config.json: {field} = {value!r}, the number of layers is 1 to {MOST_LAYERS}")
+    return value
+
+
 def choose(hf: Mapping[str, Any], field: str, choices: Mapping[str, Any]) -> Any:
     """What ``choices`` has for the field's value, or a CheckpointError that lists them."""
     name = take(hf, field)
-    if name not in choices:
+    if not isinstance(name, str) or name not in choices:
         raise CheckpointError(f"config.json: {field} = {name!r} is not supported; there are {', '.join(choices)}")
     return choices[name]
 
@@ -68,7 +96,7 @@ def sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "vocab_size": take(hf, "vocab_size"),
         "dim": take(hf, "hidden_size"),
-        "layers": take(hf, "num_hidden_layers"),
+        "layers": layers(hf),
         "heads": take(hf, "num_attention_heads"),
         "d_ff": take(hf, "intermediate_size"),
         "max_seq_len": take(hf, "max_position_embeddings"),
@@ -79,21 +107,21 @@ def sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
 def windows(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding window of Qwen2 and Qwen3, and the layers that it leaves out: those that ``layer_types`` calls
     full_attention, or in older files the first ``max_window_layers``."""
-    layers = take(hf, "num_hidden_layers")
-    window = take(hf, "sliding_window", null=True) if take(hf, "use_sliding_window") else None
+    count = layers(hf)
+    window = take(hf, "sliding_window", null=True) if flag(hf, "use_sliding_window") else None
     kinds = hf.get("layer_types")
     if kinds is None:
-        first = layers if window is None else take(hf, "max_window_layers")
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    if len(kinds) != layers:
-        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers = {layers}")
+        first = count if window is None else number(hf, "max_window_layers")
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        told = f"{len(kinds)} entries" if isinstance(kinds, list) else repr(kinds)
+        raise CheckpointError(f"config.json: layer_types has {told} for num_hidden_layers = {count}")
     full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+    if unknown := {str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}:
         raise CheckpointError(
-            f"config.json: layer_types has {', '.join(sorted(map(str, unknown)))}, "
-            "supported are full_attention, sliding_attention"
+            f"config.json: layer_types has {', '.join(sorted(unknown))}, supported are full_attention, sliding_attention"
         )
-    if len(full) == layers:
+    if len(full) == count:
         return {}
     if window is None:
         raise CheckpointError("config.json: layer_types has sliding_attention, but there is no sliding window to use")
@@ -108,16 +136,19 @@ def rope(hf: Mapping[str, Any], *, theta: str = "rope_theta", fraction: str | No
     """
     own = {"rope_theta": theta} | ({"partial_rotary_factor": fraction} if fraction else {})
     fields = {ours: hf[name] for ours, name in own.items() if name in hf}
+    for name in ("rope_scaling", "rope_parameters"):
+        if hf.get(name) is not None and not isinstance(hf[name], dict):
+            raise CheckpointError(f"config.json: {name} must be an object or null, got {hf[name]!r}")
     fields |= hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in SCALINGS:
+    kind = next((fields[name] for name in ("rope_type", "type") if fields.get(name) is not None), "default")
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(f"config.json: rope type {kind!r} is not supported; there are {', '.join(SCALINGS)}")
     if fraction is None:
         only({**hf, **fields}, partial_rotary_factor=1.0)
     return {
-        "rope_theta": float(take(fields, "rope_theta")),
+        "rope_theta": number(fields, "rope_theta"),
         "rope_scaling": SCALINGS[kind](hf, fields),
-        "rotary_fraction": 1.0 if fraction is None else float(take(fields, "partial_rotary_factor")),
+        "rotary_fraction": 1.0 if fraction is None else number(fields, "partial_rotary_factor"),
     }
 
 
@@ -131,15 +162,15 @@ def _llama3(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> Llama3Scaling:
 
 
 def _longrope(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> LongRopeScaling:
-    original = take({**fields, **hf}, "original_max_position_embeddings")
-    factor = fields.get("factor") or take(hf, "max_position_embeddings") / original
+    original = number({**fields, **hf}, "original_max_position_embeddings")
+    factor = number(fields, "factor") if fields.get("factor") else number(hf, "max_position_embeddings") / original
     attention_factor = fields.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongRopeScaling(
         short_factor=tuple(take(fields, "short_factor")),
         long_factor=tuple(take(fields, "long_factor")),
-        original_max_seq_len=original,
+        original_max_seq_len=take({**fields, **hf}, "original_max_position_embeddings"),
         attention_factor=attention_factor,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpblock.config import Bias, ModelConfig, Norm, Position
-from tpblock.families.fields import ACTIVATIONS, choose, only, take
+from tpblock.families.fields import ACTIVATIONS, choose, layers, only, take
 from tpblock.formats.stored import Order, Stored
 
 PREFIX = "transformer."  # the files of openai-community/gpt2 lack it
@@ -44,7 +44,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vocab_size=take(hf, "vocab_size"),
         dim=dim,
-        layers=take(hf, "n_layer"),
+        layers=layers(hf, "n_layer"),
         heads=take(hf, "n_head"),
         d_ff=take(hf, "n_inner", None) or 4 * dim,  # null or missing: 4 * n_embd
         activation=choose(hf, "activation_function", ACTIVATIONS),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpblock.config import Bias, ModelConfig, Norm, Placement
-from tpblock.families.fields import ACTIVATIONS, choose, rope, sizes, take
+from tpblock.families.fields import ACTIVATIONS, choose, flag, rope, sizes, take
 from tpblock.formats.stored import Order, Stored
 
 PREFIX = "gpt_neox."
@@ -42,13 +42,13 @@ TENSORS = {
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
     # Pythia's files lack attention_bias: GPTNeoXConfig of transformers means by that that there are biases.
-    attention = Bias.QKV | Bias.OUT if take(hf, "attention_bias", True) else Bias.NONE
+    attention = Bias.QKV | Bias.OUT if flag(hf, "attention_bias", True) else Bias.NONE
     return ModelConfig(
         **sizes(hf),
         activation=choose(hf, "hidden_act", ACTIVATIONS),
         norm=Norm.LAYERNORM,
         norm_eps=take(hf, "layer_norm_eps"),
-        placement=Placement.PARALLEL_TWO_NORMS if take(hf, "use_parallel_residual") else Placement.PRE,
+        placement=Placement.PARALLEL_TWO_NORMS if flag(hf, "use_parallel_residual") else Placement.PRE,
         bias=attention | Bias.FEEDFORWARD,
         **rope(hf, theta="rotary_emb_base", fraction="rotary_pct"),
     )

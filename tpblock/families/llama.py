@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpblock.config import Bias, ModelConfig
-from tpblock.families.fields import GATED_ACTIVATIONS, choose, rope, sizes, take
+from tpblock.families.fields import GATED_ACTIVATIONS, choose, flag, rope, sizes, take
 from tpblock.formats.stored import Stored
 
 TENSORS = {
@@ -43,8 +43,8 @@ TENSORS = {
 def config(hf: Mapping[str, Any]) -> ModelConfig:
     # What the files of Llama 1 and 2 lack means what LlamaConfig of transformers makes of it.
     hf = {"num_key_value_heads": None, "rope_theta": 10_000.0, "attention_bias": False, "mlp_bias": False, **hf}
-    attention = Bias.QKV | Bias.OUT if take(hf, "attention_bias") else Bias.NONE
-    feedforward = Bias.FEEDFORWARD if take(hf, "mlp_bias") else Bias.NONE
+    attention = Bias.QKV | Bias.OUT if flag(hf, "attention_bias") else Bias.NONE
+    feedforward = Bias.FEEDFORWARD if flag(hf, "mlp_bias") else Bias.NONE
     return ModelConfig(
         **sizes(hf),
         kv_heads=take(hf, "num_key_value_heads", null=True),  # null: as many as query heads

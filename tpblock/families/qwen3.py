@@ -7,7 +7,7 @@ from typing import Any
 
 from tpblock.config import Bias, ModelConfig, QKNorm
 from tpblock.families import llama
-from tpblock.families.fields import GATED_ACTIVATIONS, choose, rope, sizes, take, windows
+from tpblock.families.fields import GATED_ACTIVATIONS, choose, flag, rope, sizes, take, windows
 from tpblock.formats.stored import Stored
 
 TENSORS = {
@@ -24,7 +24,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=take(hf, "head_dim"),
         activation=choose(hf, "hidden_act", GATED_ACTIVATIONS),
         norm_eps=take(hf, "rms_norm_eps"),
-        bias=Bias.QKV | Bias.OUT if take(hf, "attention_bias") else Bias.NONE,
+        bias=Bias.QKV | Bias.OUT if flag(hf, "attention_bias") else Bias.NONE,
         qk_norm=QKNorm.PER_HEAD,
         **windows(hf),
         **rope(hf),

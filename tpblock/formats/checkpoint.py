@@ -17,15 +17,11 @@ from parallel.state import named_layouts
 from tpblock.config import ModelConfig
 from tpblock.families import Family, family_of
 from tpblock.formats.files import CheckpointError, Entry, read_json
-from tpblock.formats.stored import Source, StoredTensor, assert_covered, hf_tensors
+from tpblock.formats.stored import Source, StoredTensor, check_covered, hf_tensors
 from tpblock.model import Decoder
-from tpblock.rope import Llama3Scaling, RopeScaling
 
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".md")
-"""What else a folder holds that goes wherever the weights go: tokenizer, generation settings, licence."""
-
-
-MOST_LAYERS = 10_000
+"""What else a folder holds that goes wherever the weights go: tokenizer, generation settings, licence (LICENSE and NOTICE, too)."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +50,9 @@ class Checkpoint:
         config, family: the model.
         hf: how it was, or is to be, a Hugging Face folder.
         layouts: of every parameter, on one device.
-        tensors: all tensors of the files, by ``file/name``.
+        tensors: all tensors of the files, by name, or by ``file/name`` in formats whose files have the same names.
         source: the same by parameter, each parameter covered once.
-        copies: tensors that repeat what the source has, by ``file/name``: a tied head, what several ranks hold.
+        copies: tensors that repeat what the source has, named likewise: a tied head, what several ranks hold.
         checksums: the CRC-32 of each file, if the format has them.
     """
 
@@ -98,31 +94,13 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, Family]:
 
 def parse_config(hf_config: Mapping[str, Any]) -> tuple[ModelConfig, Family]:
     """As :func:`read_config`, of what config.json holds."""
-    for field in ("num_hidden_layers", "n_layer"):  # before a family goes through them
-        layers = hf_config.get(field)
-        if isinstance(layers, int) and layers > MOST_LAYERS:
-            raise CheckpointError(f"config.json: {field} = {layers}, at most {MOST_LAYERS} are supported")
     try:
         family = family_of(hf_config)
-        config = family.config(hf_config)
-        _check_scaling(config.rope_scaling)
-        return config, family
+        return family.config(hf_config), family
     except CheckpointError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"config.json makes no model: {error}") from error
-
-
-def _check_scaling(scaling: RopeScaling | None) -> None:
-    """A CheckpointError unless all that a rotary scaling consists of are numbers with which it can be computed."""
-    for name, value in vars(scaling).items() if scaling else ():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < float(n) < math.inf for n in numbers):
-            raise CheckpointError(f"config.json: {name} of the rotary scaling must be positive numbers, got {value!r}")
-    if isinstance(scaling, Llama3Scaling) and not scaling.low_freq_factor < scaling.high_freq_factor:
-        raise CheckpointError(
-            f"config.json: low_freq_factor {scaling.low_freq_factor} must be below high_freq_factor {scaling.high_freq_factor}"
-        )
 
 
 def model_layouts(config: ModelConfig, ranks: int = 1) -> dict[str, Layout]:
@@ -147,7 +125,7 @@ def stored_as(parameter: str, layout: Layout, family: Family, config: ModelConfi
     if pattern not in family.tensors:
         raise CheckpointError(f"the model has {parameter}, which models of this family lack")
     tensors = hf_tensors(parameter, layout, family.tensors[pattern], config)
-    assert_covered(tensors.values(), layout.shape)
+    check_covered(parameter, tensors.values(), layout.shape)
     return tensors
 
 

@@ -6,15 +6,27 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 
 from tpblock.formats.checkpoint import SIDE_FILES, Checkpoint, model_layouts
-from tpblock.formats.files import DTYPE_NAMES, CheckpointError, Entry, Progress, Writer, check_new, checksum, written_aside
+from tpblock.formats.files import (
+    DTYPE_NAMES,
+    CheckpointError,
+    Entry,
+    Progress,
+    Writer,
+    check_new,
+    checksum,
+    read_json,
+    written_aside,
+)
 from tpblock.formats.hf import INDEX, hf_names, open_hf, shard_by_size
 from tpblock.formats.meta import PARAMS, MetaOptions, open_meta
 from tpblock.formats.sharded import MANIFEST, Manifest, RankFile, describe, open_sharded, rank_file
@@ -36,6 +48,10 @@ def open_checkpoint(path: str | Path, meta: MetaOptions | None = None) -> Checkp
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
+    if any((path / name).exists() for name in ("extra.json", "config.toml")) and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path} is of a training run, which --resume of launch.train goes on from: it is no model's folder"
+        )
     if not (path / MANIFEST).exists() and (path / "consolidated.00.pth").exists():
         return open_meta(path, meta or MetaOptions())
     if meta and meta != MetaOptions():
@@ -64,6 +80,8 @@ def shard_plan(checkpoint: Checkpoint, ranks: int) -> Plan:
     Raises:
         CheckpointError: if the model cannot be cut over that many ranks.
     """
+    if ranks < 1:
+        raise CheckpointError(f"there must be one tensor-parallel rank at least, got {ranks}")
     try:
         layouts = model_layouts(checkpoint.config, ranks)
     except ValueError as error:
@@ -140,17 +158,29 @@ class Conversion:
                 compare(written, self.source, stages)
 
     def _write(self, folder: Path, progress: Progress) -> list[RankFile]:
-        files = []
-        for file, tensors in self.plan.items():
+        """Two files at a time: copying, checksums and writing let other threads run."""
+        stopped = Event()
+
+        def write(file: str) -> RankFile:
+            tensors = self.plan[file]
             sizes = {name: (dtype, stored.shape) for name, (stored, dtype) in tensors.items()}
-            with closing(Writer(folder / file, sizes, self.metadata, checked=self.checked)) as writer:
+            metadata = {"file": file} if self.checked else self.metadata  # what the other rank's file lacks
+            with closing(Writer(folder / file, sizes, metadata, checked=self.checked)) as writer:
                 for name in writer.order:
                     stored, dtype = tensors[name]
                     for block in blocks(stored, dtype, self.source.source):
+                        if stopped.is_set():
+                            raise CheckpointError("stopped")
                         writer.write(name, block)
                         progress(block.nbytes)
-            files.append(RankFile(name=file, size=writer.size, crc32=writer.checksum))
-        return files
+            return RankFile(name=file, size=writer.size, crc32=writer.checksum)
+
+        with ThreadPoolExecutor(2) as threads:
+            try:
+                return list(threads.map(write, self.plan))
+            except BaseException:  # Ctrl-C, too
+                stopped.set()
+                raise
 
 
 def sharding(checkpoint: Checkpoint, ranks: int) -> Conversion:
@@ -195,12 +225,14 @@ def finish_hf(plan: Plan, checkpoint: Checkpoint, folder: Path, dtype: torch.dty
     """Writes what a Hugging Face folder has beside the weights, with ``dtype`` in config.json if it says which one they are of."""
     if len(plan) > 1:
         write_hf_index(plan, folder)
+    copy_side_files(checkpoint, folder)
     config = dict(checkpoint.hf.config)
     for field in ("dtype", "torch_dtype"):
         if dtype is not None and field in config:
             config[field] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    copy_side_files(checkpoint, folder)
+    path = folder / "config.json"
+    if not path.exists() or read_json(path) != config:  # else it stays as it was written
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_hf_index(plan: Plan, folder: Path) -> None:
@@ -217,7 +249,8 @@ def write_hf_index(plan: Plan, folder: Path) -> None:
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     for path in sorted(checkpoint.path.iterdir()):
-        known = path.suffix in SIDE_FILES and path.name not in (INDEX, MANIFEST, PARAMS)
+        known = path.name in ("LICENSE", "NOTICE") or path.suffix in SIDE_FILES
+        known = known and path.name not in (INDEX, MANIFEST, PARAMS)
         if known and path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 

@@ -1,4 +1,4 @@
-"""safetensors files: headers checked as they are read, rows mapped as they are needed, files written tensor by tensor."""
+"""safetensors files: headers checked as they are read, rows read as they are needed, files written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,8 +43,12 @@ JSON_BYTES = 100_000_000
 """How large a JSON file may be: as large as the header of a safetensors file."""
 
 
-BLOCK_BYTES = 1 << 22
-"""How much of a tensor is put together at once when it is written, compared or looked through."""
+BLOCK_BYTES = 1 << 20
+"""How much of a file is read at once: little enough to stay in the processor's cache until it is written. Reading whole rows is
+faster than mapping them into memory, which stops at every few pages."""
+
+WRITE_BYTES = 1 << 18
+"""How much is written in one call. For more, Linux looks for large runs of free memory, which may take longer than the writing."""
 
 Progress = Callable[[int], None]
 """Called with the bytes that were read or written since it was called last."""
@@ -68,18 +72,30 @@ class Entry:
         """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def rows(self, first: int, stop: int) -> Tensor:
-        """The rows [first, stop) along dimension 0, mapped into memory rather than read. Changes to them stay private."""
-        row = self.size // self.shape[0]
-        offset = self.start + first * row
-        page = offset % mmap.ALLOCATIONGRANULARITY
+    def rows(self, first: int, stop: int, *, sparse: bool = False) -> Tensor:
+        """The rows [first, stop) along dimension 0. Changes to them stay private.
+
+        The disk gives these rows and no more, or if only columns of them are wanted (``sparse``), the pages that these lie in.
+        """
+        shape = (stop - first, *self.shape[1:])
+        size, at = math.prod(shape) * self.dtype.itemsize, self.start + first * (self.size // self.shape[0])
         try:
-            with open(self.path, "rb") as file:
-                memory = mmap.mmap(file.fileno(), page + (stop - first) * row, access=mmap.ACCESS_COPY, offset=offset - page)
+            with open(self.path, "rb", buffering=0) as file:
+                if sparse:
+                    page = at % mmap.ALLOCATIONGRANULARITY
+                    memory = mmap.mmap(file.fileno(), page + size, access=mmap.ACCESS_COPY, offset=at - page)
+                    memory.madvise(mmap.MADV_RANDOM)  # nothing around what is asked for
+                    return torch.frombuffer(memory, dtype=self.dtype, offset=page, count=math.prod(shape)).view(shape)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                rows = torch.empty(shape, dtype=self.dtype)
+                data = rows.view(-1).view(torch.uint8).numpy().data
+                while data:
+                    if not (count := os.preadv(file.fileno(), [data], at)):
+                        raise OSError("it has become shorter")
+                    at, data = at + count, data[count:]
+                return rows
         except (OSError, ValueError) as error:  # it was there, and long enough, when its header was read
             raise CheckpointError(f"cannot read {self.path}: {error}") from error
-        shape = (stop - first, *self.shape[1:])
-        return torch.frombuffer(memory, dtype=self.dtype, offset=page, count=math.prod(shape)).view(shape)
 
     def blocks(self) -> Iterator[Tensor]:
         """All rows in order, some at a time."""
@@ -185,8 +201,6 @@ class Writer:
         self.path, self.order, self.checked, self.checksum = path, order, checked, 0
         self._next = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in order}
         self.size = 8 + len(text) + at
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115
         try:
             os.posix_fallocate(self._file.fileno(), 0, self.size)
@@ -197,29 +211,17 @@ class Writer:
             raise
 
     def write(self, name: str, value: Tensor) -> None:
-        """Writes a contiguous tensor on the CPU in its place, or the next rows of it. ``value`` is to stay as it is until the call
-        after the next begins, since a thread writes it while the next is made."""
+        """Writes a contiguous tensor on the CPU in its place, or the next rows of it."""
         data = value.contiguous().view(-1).view(torch.uint8).numpy().data
-        if self.checked:
-            self.checksum = zlib.crc32(data, self.checksum)
-        self._wait()
-        self._pending = self._thread.submit(self._write, data, self._next[name])
-        self._next[name] += len(data)
-
-    def _write(self, data: memoryview, at: int) -> None:
         while data:
-            written = os.pwrite(self._file.fileno(), data, at)
-            at, data = at + written, data[written:]
-
-    def _wait(self) -> None:
-        """For what is being written. Raises what went wrong there."""
-        pending, self._pending = self._pending, None
-        if pending:
-            pending.result()
+            at = self._next[name]
+            written = os.pwrite(self._file.fileno(), data[: WRITE_BYTES - at % WRITE_BYTES], at)
+            if self.checked:
+                self.checksum = zlib.crc32(data[:written], self.checksum)
+            self._next[name], data = at + written, data[written:]
 
     def close(self) -> None:
-        with self._file, self._thread:
-            self._wait()
+        self._file.close()
 
 
 def checksum(path: Path, progress: Progress = lambda _: None) -> int:
@@ -245,17 +247,18 @@ def check_new(folder: Path) -> None:
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` to write to, which takes its name when the block ends well and is removed when it does not.
+    """A new folder beside ``folder`` to write to, which takes its name when the block ends well and is removed when it does not.
+
+    It is called .NAME.RANDOM.partial. A process that is killed leaves it behind; nothing else is ever removed.
 
     Raises:
         CheckpointError: if ``folder`` is there and not empty, or something cannot be written (a full disk).
     """
     folder = Path(os.path.abspath(folder))  # "." has no name to add to
     check_new(folder)
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}.partial")
     made: list[Path] = []
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left
         made = [parent for parent in partial.parents if not parent.exists()]
         partial.mkdir(parents=True)
         yield partial

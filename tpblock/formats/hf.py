@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
+from parallel.layout import Layout
 from tpblock.config import ModelConfig
 from tpblock.families import Family
 from tpblock.formats.checkpoint import (
@@ -68,12 +69,12 @@ def _check_entry(folder: Path, name: str, stored: StoredTensor, entry: Entry) ->
 
 
 def hf_names(
-    config: ModelConfig, family: Family, layouts: Mapping[str, object], names: Mapping[str, object]
+    config: ModelConfig, family: Family, layouts: Mapping[str, Layout], names: Iterable[str]
 ) -> dict[str, StoredTensor]:
     """The tensors of a folder that has these names, which lack the family's prefix if the folder's all do."""
     stored: dict[str, StoredTensor] = {}
     for parameter, layout in layouts.items():
-        stored |= stored_as(parameter, layout, family, config)  # type: ignore[arg-type]
+        stored |= stored_as(parameter, layout, family, config)
     if not any(name.startswith(family.prefix) for name in names):
         stored = {name.removeprefix(family.prefix): tensor for name, tensor in stored.items()}
     return stored
@@ -93,6 +94,8 @@ def _read_headers(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from names of tensors to names of files")
     files = sorted(set(weight_map.values()))
+    if (folder / SINGLE).exists() and SINGLE not in files:
+        raise CheckpointError(f"{folder} has {SINGLE}, and {INDEX} that names other files: which are the weights?")
     for file in files:
         if Path(file).name != file:
             raise CheckpointError(f"{index} names a file outside the folder: {file!r}")

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parallel.layout import Layout
 from tpblock.config import ModelConfig
 from tpblock.families import Family
 from tpblock.formats.checkpoint import Checkpoint, HuggingFace, check_plausible, model_layouts, parse_config, stored_as
-from tpblock.formats.files import CheckpointError, Entry, read_json
+from tpblock.formats.files import CheckpointError, Entry, check_readable, read_json
 from tpblock.formats.hf import hf_names, shard_by_size
-from tpblock.formats.stored import InMemory, Readable, Stored, StoredTensor, apart
+from tpblock.formats.stored import InMemory, Readable, Source, Stored, StoredTensor, apart
 
 PARAMS = "params.json"
 
@@ -100,20 +101,24 @@ def _paths(folder: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Entry]:
     """The tensors of a file. Its pickle may make tensors and nothing else; their values stay in the file."""
     try:
+        check_readable(path)
         found = torch.load(path, weights_only=True, mmap=True, map_location="meta")
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} is refused: its pickle asks for more than tensors, and was not run") from error
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
-        raise CheckpointError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"cannot read {path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise CheckpointError(f"{path} is not a dict of tensors")
     entries = {}
     for name, value in found.items():
         if name.endswith(NOT_WEIGHTS):
             continue
-        start = value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
-        plain = value.is_contiguous() and value.dtype.is_floating_point and value.dim() in (1, 2) and value.numel() > 0
-        if not plain or start + value.nbytes > path.stat().st_size:
+        plain = value.layout is torch.strided and value.dtype.is_floating_point and value.dim() in (1, 2)
+        plain = plain and value.is_contiguous() and value.numel() > 0
+        # Where a tensor that was itself saved from the meta device would lie is None.
+        storage = getattr(value.untyped_storage(), "_checkpoint_offset", None) if plain else None
+        start = None if storage is None else storage + value.storage_offset() * value.itemsize
+        if start is None or start + value.nbytes > path.stat().st_size:
             raise CheckpointError(f"{path}: {name} is no vector or matrix of floating-point numbers that lie in this file")
         entries[name] = Entry(path, value.dtype, tuple(value.shape), start)
     return entries
@@ -135,14 +140,16 @@ def _hf_config(
     max_seq_len = options.max_seq_len or params.get("max_seq_len")
     if max_seq_len is None:
         raise CheckpointError(
-            f"{folder / PARAMS} does not say how long sequences may be, which max_seq_len (--max-seq-len) has to: "
+            f"{folder / PARAMS} does not say how long sequences may be, which --max-seq-len of launch.shard and "
+            "launch.merge has to, or load_pretrained(meta=MetaOptions(max_seq_len=...)): "
             "2048 for Llama 1, 4096 for Llama 2, 8192 for Llama 3, 131072 for Llama 3.1 and later"
         )
     scaling = None
     if params.get("use_scaled_rope"):
         if options.rope_factor is None:
             raise CheckpointError(
-                f"{folder / PARAMS} has use_scaled_rope without its factor, which rope_factor (--rope-factor) has to give: "
+                f"{folder / PARAMS} has use_scaled_rope without its factor, which --rope-factor of launch.shard and "
+                "launch.merge has to give, or load_pretrained(meta=MetaOptions(rope_factor=...)): "
                 "8 for Llama 3.1 and 3.3, 32 for Llama 3.2"
             )
         scaling = {
@@ -222,8 +229,8 @@ def _norm(name: str, entries: Sequence[Entry], options: MetaOptions, folder: Pat
     return entries[0]
 
 
-def _hf_files(config: ModelConfig, family: Family, layouts: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, str]:
-    names = hf_names(config, family, layouts, {family.prefix: None})
+def _hf_files(config: ModelConfig, family: Family, layouts: Mapping[str, Layout], source: Source) -> dict[str, str]:
+    names = hf_names(config, family, layouts, [family.prefix])
     return shard_by_size(
         {name: (source[stored.parameter][0][1].dtype, stored.shape) for name, stored in names.items()}, FILE_BYTES
     )

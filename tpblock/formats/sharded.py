@@ -97,7 +97,12 @@ def open_sharded(folder: Path) -> Checkpoint:
     for name, hf_file in manifest.hf_files.items():
         if not is_plain_name(hf_file):
             raise CheckpointError(f"{folder / MANIFEST}: {name} was in {hf_file!r}, which is no name for a safetensors file")
-    headers = [read_header(folder / file.name)[0] for file in manifest.files]
+    headers = []
+    for file in manifest.files:
+        entries, metadata = read_header(folder / file.name)
+        if metadata.get("file", file.name) != file.name:
+            raise CheckpointError(f"{folder / file.name} was written as {metadata['file']}: the files were renamed")
+        headers.append(entries)
     check_plausible(config, [entry for entries in headers for entry in entries.values()])
     try:
         layouts = model_layouts(config, ranks)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,9 +20,6 @@ from torch import Tensor
 from parallel.layout import Layout, Run
 from tpblock.config import ModelConfig
 from tpblock.formats.files import BLOCK_BYTES, CheckpointError
-
-MAPPED_BYTES = 1 << 22
-"""How much of a file is mapped into memory at once."""
 
 
 class Order(Enum):
@@ -112,7 +108,7 @@ class Readable(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def rows(self, first: int, stop: int) -> Tensor: ...
+    def rows(self, first: int, stop: int, *, sparse: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class InMemory:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def rows(self, first: int, stop: int) -> Tensor:
+    def rows(self, first: int, stop: int, *, sparse: bool = False) -> Tensor:
         return self.tensor[first:stop]
 
 
@@ -152,12 +148,9 @@ def shard_tensor(parameter: str, layout: Layout, rank: int, *, owned: bool = Fal
     if layout.dim is None:
         whole = whole_tensor(parameter, layout.shape)
         return StoredTensor(parameter, whole.shape, whole.extents if rank == 0 or not owned else ())
-    extents = []
-    for piece in layout.owned(rank) if owned else layout.pieces(rank):
-        box, origin = list(_whole(layout.shape)), [0] * len(layout.shape)
-        box[layout.dim], origin[layout.dim] = Run(piece.start, piece.start + piece.length), piece.local
-        extents.append(Extent(tuple(box), tuple(origin)))
-    return StoredTensor(parameter, layout.local_shape(rank), tuple(extents))
+    pieces = layout.owned(rank) if owned else layout.pieces(rank)
+    extents = tuple(_run(layout, piece.start, piece.length, piece.local) for piece in pieces)
+    return StoredTensor(parameter, layout.local_shape(rank), extents)
 
 
 def hf_tensors(parameter: str, layout: Layout, stored: Sequence[Stored], config: ModelConfig) -> dict[str, StoredTensor]:
@@ -194,21 +187,22 @@ def hf_tensors(parameter: str, layout: Layout, stored: Sequence[Stored], config:
     return tensors
 
 
-def _runs(layout: Layout, start: int, length: int, at: int, head_dim: int | None) -> Iterator[Extent]:
-    """Rows [start, start + length) of a parameter's cut dimension that lie at ``at`` of a tensor."""
+def _run(layout: Layout, start: int, length: int, at: int, step: int = 1) -> Extent:
+    """Rows [start, start + length) of a parameter's cut dimension that lie at ``at`` of a tensor, ``step`` apart."""
     assert layout.dim is not None
+    box, origin = list(_whole(layout.shape)), [0] * len(layout.shape)
+    box[layout.dim], origin[layout.dim] = Run(start, start + length), at
+    return Extent(tuple(box), tuple(origin), step)
 
-    def extent(start: int, length: int, at: int, step: int = 1) -> Extent:
-        box, origin = list(_whole(layout.shape)), [0] * len(layout.shape)
-        box[layout.dim], origin[layout.dim] = Run(start, start + length), at  # type: ignore[index]
-        return Extent(tuple(box), tuple(origin), step)
 
+def _runs(layout: Layout, start: int, length: int, at: int, head_dim: int | None) -> Iterator[Extent]:
+    """The same in one extent, or with ``head_dim`` in two a head: the rotary pairs of a head lie side by side in the tensor."""
     if head_dim is None:
-        yield extent(start, length, at)
+        yield _run(layout, start, length, at)
         return
     for head in range(0, length, head_dim):
-        yield extent(start + head, head_dim // 2, at + head, step=2)
-        yield extent(start + head + head_dim // 2, head_dim // 2, at + head + 1, step=2)
+        yield _run(layout, start + head, head_dim // 2, at + head, step=2)
+        yield _run(layout, start + head + head_dim // 2, head_dim // 2, at + head + 1, step=2)
 
 
 def _intersection(a: tuple[Run, ...], b: tuple[Run, ...]) -> tuple[Run, ...] | None:
@@ -216,9 +210,13 @@ def _intersection(a: tuple[Run, ...], b: tuple[Run, ...]) -> tuple[Run, ...] | N
     return box if all(run.length > 0 for run in box) else None
 
 
-def regions(target: StoredTensor, tensor: Tensor, source: Source) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views that are to hold the same values: of ``tensor``, and of the source mapped into memory. All of the target's
-    extents are covered, some rows at a time."""
+def regions(
+    target: StoredTensor, tensor: Tensor, source: Source, *, whole_rows: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of views that are to hold the same values: of ``tensor``, and of rows of the source. All of the target's extents are
+    covered, about BLOCK_BYTES of the source at a time. With ``whole_rows``, all columns are read where only some are wanted,
+    which is faster if the others will be wanted soon.
+    """
     ours = target.oriented(tensor)
     for stored, readable in source[target.parameter]:
         for theirs in stored.extents:
@@ -229,13 +227,14 @@ def regions(target: StoredTensor, tensor: Tensor, source: Source) -> Iterator[tu
                 view, where = ours[extent.within(box)], theirs.within(box)
                 if stored.transposed:
                     view, where = view.t(), where[::-1]
-                rows = where[0]
+                rows, sparse = where[0], any(s.stop - s.start < n for s, n in zip(where[1:], readable.shape[1:], strict=True))
                 count = len(range(rows.start, rows.stop, rows.step))
-                each = max(1, MAPPED_BYTES // max(1, rows.step * math.prod(readable.shape[1:]) * readable.dtype.itemsize))
+                each = max(1, BLOCK_BYTES // max(1, rows.step * math.prod(readable.shape[1:]) * readable.dtype.itemsize))
                 for at in range(0, count, each):
                     first = rows.start + at * rows.step
                     stop = min(rows.stop, first + (each - 1) * rows.step + 1)
-                    values = readable.rows(first, stop)[(slice(None, None, rows.step), *where[1:])]
+                    values = readable.rows(first, stop, sparse=sparse and not whole_rows)
+                    values = values[(slice(None, None, rows.step), *where[1:])]
                     yield view[at : at + len(values)], values
 
 
@@ -255,16 +254,13 @@ def copy(target: StoredTensor, tensor: Tensor, source: Source, *, finite: bool =
 
 
 def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator[Tensor]:
-    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous, valid until the one after the next is asked for.
-
-    Rows that lie in the source as they are wanted are not copied: the block is the mapped file.
-    """
-    each = max(1, BLOCK_BYTES // max(1, math.prod(target.shape[1:]) * dtype.itemsize))
-    buffers = cycle(torch.empty((min(each, target.shape[0]), *target.shape[1:]), dtype=dtype) for _ in range(2))
+    """The rows of a tensor in order, about BLOCK_BYTES at a time: contiguous. Rows that lie in the source as they are wanted are
+    not copied once they are read."""
+    each = max(1, BLOCK_BYTES // (math.prod(target.shape[1:]) * dtype.itemsize))
     for first in range(0, target.shape[0], each):
         part = target.cut(0, first, min(first + each, target.shape[0]))
-        block = next(buffers)[: part.shape[0]]
-        for view, values in regions(part, block, source):
+        block = torch.empty(part.shape, dtype=dtype)
+        for view, values in regions(part, block, source, whole_rows=True):
             if view.shape == block.shape and view.is_contiguous() and values.is_contiguous() and values.dtype == dtype:
                 block = values
             else:
@@ -275,7 +271,7 @@ def blocks(target: StoredTensor, dtype: torch.dtype, source: Source) -> Iterator
 def difference(target: StoredTensor, tensor: Tensor, source: Source) -> float:
     """The largest difference between ``tensor`` and what the source would fill it with; 0 if and only if all bits are the same
     (after the conversion to the tensor's dtype)."""
-    return max((apart(view, values.to(view.dtype)) for view, values in regions(target, tensor, source)), default=0.0)
+    return max((apart(view, values.to(view)) for view, values in regions(target, tensor, source)), default=0.0)
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -291,7 +287,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(whole_numbers[tensor.dtype.itemsize])
 
 
-def assert_covered(tensors: Iterable[StoredTensor], shape: tuple[int, ...]) -> None:
-    """An AssertionError unless the tensors hold as many elements as the parameter (a mistake in a family's table)."""
+def check_covered(parameter: str, tensors: Iterable[StoredTensor], shape: tuple[int, ...]) -> None:
+    """A ValueError unless the tensors hold as many elements as the parameter: a mistake in a family's table."""
     held = sum(math.prod(run.length for run in extent.box) for tensor in tensors for extent in tensor.extents)
-    assert held == math.prod(shape), (held, shape)
+    if held != math.prod(shape):
+        raise ValueError(f"the family's table stores {held:,} numbers of {parameter}, which has {math.prod(shape):,}: {shape}")
