@@ -2,13 +2,12 @@
 
     python -m benchmarks.block                                                    one device
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block             several ranks
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block --peer-python PEER/bin/python
 
 On one device the yardstick is the same block in plain torch.nn. On several it is a limit that no implementation of the same
 sharding can beat without overlapping the two: this rank's computation, run on all ranks at once with collectives that do
 nothing, plus the raw time of the necessary collectives back to back. Everything that is compared takes turns in one run (see
 timing.py), after a check that the results are equal. The table gives medians with their quartiles; ratios are taken round by
-round. With ``--peer-python`` the block is also timed against Megatron-Core's (see peer.py).
+round. Other libraries' blocks are compare.py's business.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import peer, timing
 from benchmarks.plain import PlainBlock
-from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, header, measure, save, table
+from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, command, header, measure, save, table
 from benchmarks.traffic import silent_collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
@@ -183,7 +181,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="how many rounds are kept")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: leave out what other programs take")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
-    parser.add_argument("--peer-python", help="a Python that has megatron-core, to time its block as well")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if options.ranks not in (None, world):
@@ -195,7 +192,10 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks, group, clock = Ranks(device), TPGroup.from_environment(), CLOCKS[options.clock]
-    about = header(command(world, sys.argv[1:]), device) | {"rounds": str(options.rounds), "clock": options.clock}
+    about = header(command("benchmarks.block", world, sys.argv[1:]), device) | {
+        "rounds": str(options.rounds),
+        "clock": options.clock,
+    }
     if world == 1:
         results = [one_rank(size, ranks, options.rounds, clock) for size in ONE_RANK]
     else:
@@ -208,21 +208,6 @@ def main() -> None:
     text = table([result.row for result in results])
     print(text)
     save(f"block-{suffix}", TITLE, text, about, {result.row["block"]: result.samples for result in results})
-    if world > 1 and device.type == "cpu" and options.peer_python is None:
-        print(f"\n{peer.HOW}")
-    elif world > 1 and device.type == "cpu":
-        sizes = [(size.dim, size.batch, size.seq, size.steps) for size in SEVERAL_RANKS]
-        text, samples = peer.compare(sizes, world, options.peer_python, options.clock)
-        print(f"\n{text}")
-        save(f"block-megatron-{suffix}", f"{TITLE}, beside Megatron-Core", text, about, samples)
-
-
-def command(world: int, arguments: Sequence[str]) -> str:
-    """This run's command line, with the other Python's path left open."""
-    given = list(arguments)
-    if "--peer-python" in given:
-        given[given.index("--peer-python") + 1] = "PEER/bin/python"
-    return timing.command("benchmarks.block", world, given)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 Every TP size of --tp, with and without sequence parallelism and activation checkpointing: parameters, gradients and the
 optimizer's state are the bytes of their tensors after a step; activations are what forward allocates and leaves for backward, and
 the peak is that of all tensors at the worst moment of a step (on the CPU by following every tensor's storage, on a GPU by its
-allocator). The table shows the rank that needs most. The peak may be less than the sum, since activations go as gradients come, or
-more, for what is computed with takes memory, too.
+allocator). Beside each stands what the formula says. The table shows the rank that needs most. The peak may be less than the sum,
+since activations go as gradients come, or more, for what is computed with takes memory, too.
 
 Sizes of at most as many ranks as torchrun started run on them. Of larger ones the first process alone runs the first rank (which no
 other exceeds) in a process group that sends nothing: its tensors are of the right sizes, their values are not.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import plots
-from benchmarks.memory_formula import Bytes, training_bytes
+from benchmarks.memory_formula import Bytes, peak_bytes, training_bytes
 from benchmarks.meter import held_bytes, meter
 from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.timing import RESULTS, command, file_stem, header, save, table
@@ -50,6 +50,11 @@ class Measured:
     measured: Bytes
     formula: Bytes
     peak: int
+    peak_formula: int
+
+    @property
+    def peak_ratio(self) -> float:
+        return self.peak / self.peak_formula
 
     def difference(self, kind: str) -> float:
         """Per cent by which the measured bytes exceed the formula's, of one kind or of the "total"."""
@@ -63,7 +68,7 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
     training.optimizer.zero_grad(set_to_none=True)
     with meter(device) as used:
         training.forward()
-        if group.size > 1:
+        if group.size > 1 and dist.get_backend(group.process_group) != "fake":
             time.sleep(LETTING_GO)
         activations = used.now
     training.backward()
@@ -73,8 +78,10 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
         optimizer=held_bytes(training.state),
         activations=activations,
     )
-    formula = training_bytes(workload, group.rank, group.size, fused_norm=device.type == "cuda")
-    return Measured(group.rank, group.size, measured, formula, training.peak_bytes())
+    formula, peak = (
+        count(workload, group.rank, group.size, fused_norm=device.type == "cuda") for count in (training_bytes, peak_bytes)
+    )
+    return Measured(group.rank, group.size, measured, formula, training.peak_bytes(), peak)
 
 
 @contextmanager
@@ -125,6 +132,8 @@ class Line:
             "mode": modes(self.workload),
             **{f"{name}, MB": self._told(kind) for name, kind in named},
             "peak of a step, MB": f"{most.peak / 1e6:.3f}",
+            "peak by the formula, MB": f"{most.peak_formula / 1e6:.3f}",
+            "peak, measured / formula": f"{most.peak_ratio:.3f}",
         }
 
     def _told(self, kind: str) -> str:

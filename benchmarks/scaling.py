@@ -19,7 +19,8 @@ rank), and *hidden* is what the collectives alone take beyond that. Either may b
 zero, too, where ranks wait for each other longer than they send.
 
 TFLOP/s count what the model needs (see flops.py: 6 operations a parameter and token and the attention's), not what is computed
-twice. Peak memory is that of all tensors of a rank at the worst moment of a step.
+twice. Peak memory is that of all tensors of a rank at the worst moment of a step. With --compile the times are those of compiled
+code; collectives and peak memory are counted in a step before.
 """
 
 from __future__ import annotations

@@ -128,12 +128,6 @@ def test_results_say_how_they_were_made(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text())["samples"] == {"a": [1.0]}
 
 
-def test_the_command_leaves_out_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    line = block.command(2, ["--rounds", "3", "--peer-python", "/home/me/venv/bin/python"])
-    assert line == "OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block --rounds 3 --peer-python PEER/bin/python"
-
-
 def test_the_block_is_compared_with_an_equal_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
     size = block.Size(dim=128, batch=2, seq=8)
     case = block.Case(size, single_device(), torch.device("cpu"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import KINDS, Measured, measure_rank, pretended_group
+from benchmarks.memory import KINDS, Measured, measure_rank, pretended_group, variants
 from benchmarks.memory_formula import training_bytes
 from benchmarks.meter import LiveBytes, held_bytes
 from benchmarks.workload import Workload
@@ -60,6 +60,7 @@ def work(config: ModelConfig, **options: Any) -> Workload:
 
 
 def check(found: Measured) -> None:
+    assert found.peak_ratio == pytest.approx(1, abs=0.05), found
     for kind in KINDS:
         assert abs(found.difference(kind)) < 5, (kind, found)
     # what the formula leaves out is the loss and the like: some numbers, whatever the sizes
@@ -100,6 +101,29 @@ def test_every_rank_of_a_real_group_needs_what_the_formula_says(pool: Pool, conf
         alone = measure_rank(workload, group, CPU)
     assert alone.measured == found[0].measured
     assert alone.peak == pytest.approx(found[0].peak, rel=0.05)
+
+
+SIZES = {
+    "wide": (2, 32, {"dim": 256, "d_ff": 512, "vocab_size": 500}),
+    "deep": (4, 32, {"layers": 8}),
+    "many tokens": (2, 550, {"layers": 2, "max_seq_len": 550}),
+    "large vocabulary": (1, 16, {"vocab_size": 5000}),
+}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_the_peak_is_the_formulas_for_other_sizes(config: ModelConfig, size: tuple[int, int, dict[str, Any]]) -> None:
+    batch, seq, sizes = size
+    workload = Workload(changed(config, head_dim=None, **sizes), batch, seq)
+    sums = []
+    for ranks in (1, 2, 4):
+        with pretended_group(ranks) as group:
+            for mode in variants(workload, ranks):
+                found = measure_rank(mode, group, CPU)
+                assert found.peak_ratio == pytest.approx(1, abs=0.05), found
+                sums.append(found.formula.total / found.peak)
+    assert max(abs(ratio - 1) for ratio in sums) > 0.05, "the sum of what is kept would pass for the peak"
 
 
 def test_losses_of_several_chunks_gather_their_gradient_in_float32() -> None:
