@@ -2,33 +2,29 @@
 
     python -m benchmarks.block                                                    one device
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block             several ranks
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block --peer-python PEER/bin/python
 
 On one device the yardstick is the same block in plain torch.nn. On several it is a limit that no implementation of the same
 sharding can beat without overlapping the two: this rank's computation, run on all ranks at once with collectives that do
 nothing, plus the raw time of the necessary collectives back to back. Everything that is compared takes turns in one run (see
 timing.py), after a check that the results are equal. The table gives medians with their quartiles; ratios are taken round by
-round. With ``--peer-python`` the block is also timed against Megatron-Core's (see peer.py).
+round. Other libraries' blocks are compare.py's business.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import peer
 from benchmarks.plain import PlainBlock
-from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, header, measure, save, table
-from parallel import collectives
+from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, command, header, measure, save, table
+from benchmarks.traffic import silent_collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
 from parallel.state import gather_state
@@ -144,35 +140,6 @@ def check_equal(what: str, ours: Tensor, theirs: Tensor | None) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item(), msg=lambda m: f"{what}: {m}")
 
 
-_buffers: dict[tuple[int, ...], Tensor] = {}
-
-
-@contextmanager
-def silent_collectives() -> Iterator[None]:
-    """Replaces the collectives by ones that return at once something of the right shape."""
-
-    def gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Tensor:
-        shape = (sum(counts), *x.shape[1:])
-        if shape not in _buffers:
-            _buffers[shape] = x.repeat(group.size, *[1] * (x.ndim - 1))[: shape[0]]
-        return _buffers[shape].detach()
-
-    silent: dict[str, Callable[..., object]] = {
-        "start_all_reduce": lambda owned, *_: lambda: owned,
-        "start_all_gather": lambda x, group, counts: lambda: gather(x, group, counts),
-        "all_gather": gather,
-        "start_reduce_scatter": lambda x, group, counts, *_: lambda: x[: counts[group.rank]],
-    }
-    real = {name: getattr(collectives, name) for name in silent}
-    for name, function in silent.items():
-        setattr(collectives, name, function)
-    try:
-        yield
-    finally:
-        for name, function in real.items():
-            setattr(collectives, name, function)
-
-
 @dataclass(frozen=True)
 class Result:
     """One line of the table, and the samples behind it."""
@@ -214,7 +181,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="how many rounds are kept")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: leave out what other programs take")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
-    parser.add_argument("--peer-python", help="a Python that has megatron-core, to time its block as well")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if options.ranks not in (None, world):
@@ -226,7 +192,10 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks, group, clock = Ranks(device), TPGroup.from_environment(), CLOCKS[options.clock]
-    about = header(command(world, sys.argv[1:]), device) | {"rounds": str(options.rounds), "clock": options.clock}
+    about = header(command("benchmarks.block", world, sys.argv[1:]), device) | {
+        "rounds": str(options.rounds),
+        "clock": options.clock,
+    }
     if world == 1:
         results = [one_rank(size, ranks, options.rounds, clock) for size in ONE_RANK]
     else:
@@ -239,24 +208,6 @@ def main() -> None:
     text = table([result.row for result in results])
     print(text)
     save(f"block-{suffix}", TITLE, text, about, {result.row["block"]: result.samples for result in results})
-    if world > 1 and device.type == "cpu" and options.peer_python is None:
-        print(f"\n{peer.HOW}")
-    elif world > 1 and device.type == "cpu":
-        sizes = [(size.dim, size.batch, size.seq, size.steps) for size in SEVERAL_RANKS]
-        text, samples = peer.compare(sizes, world, options.peer_python, options.clock)
-        print(f"\n{text}")
-        save(f"block-megatron-{suffix}", f"{TITLE}, beside Megatron-Core", text, about, samples)
-
-
-def command(world: int, arguments: Sequence[str]) -> str:
-    """This run's command line, with the other Python's path left open."""
-    given = list(arguments)
-    if "--peer-python" in given:
-        given[given.index("--peer-python") + 1] = "PEER/bin/python"
-    threads = os.environ.get("OMP_NUM_THREADS")
-    prefix = f"OMP_NUM_THREADS={threads} " if threads else ""
-    start = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
-    return f"{prefix}{start} -m benchmarks.block {shlex.join(given)}".strip()
 
 
 if __name__ == "__main__":

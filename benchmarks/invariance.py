@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.block import Size, check_equal, milliseconds
 from benchmarks.timing import CLOCKS, Ranks, Spread, header, measure, save, table
+from benchmarks.traffic import Recorder, Traffic
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
@@ -47,29 +47,6 @@ def integer_all_reduce(leaves: Sequence[Tensor], group: TPGroup) -> Tensor:
         total += torch.ldexp(leaf.double(), room).round().to(kind)
     total = collectives.all_reduce(total, group)
     return torch.ldexp(total.double(), -room).to(leaves[0].dtype)
-
-
-class SentBytes(TorchDispatchMode):
-    """Adds up what a rank sends, by the ring algorithms' counts."""
-
-    def __init__(self, ranks: int, rank: int) -> None:
-        super().__init__()
-        self.ranks, self.rank, self.bytes = ranks, rank, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional":
-            name, size = func.__name__.split(".")[0].rstrip("_"), args[0].nbytes
-            others = (self.ranks - 1) / self.ranks
-            if name == "all_reduce":
-                self.bytes += 2 * others * size
-            elif name == "reduce_scatter_tensor":
-                self.bytes += others * size
-            elif name == "all_gather_into_tensor":
-                self.bytes += (self.ranks - 1) * size
-            elif name == "all_to_all_single":
-                splits = args[2]
-                self.bytes += size * (1 - splits[self.rank] / sum(splits))
-        return func(*args, **(kwargs or {}))
 
 
 class Contender:
@@ -105,9 +82,9 @@ class Contender:
             yield
 
     def sent(self) -> float:
-        with SentBytes(self.group.size, self.group.rank) as counted:
+        with Recorder(self.group) as recorder:
             self.step()
-        return counted.bytes
+        return Traffic.of(recorder.collectives).sent
 
     def peak_memory(self) -> float:
         """Bytes of all tensors that are alive at the worst moment of a step, as torch's own tracker counts them."""

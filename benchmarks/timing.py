@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shlex
 import statistics
 import subprocess
 import time
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from parallel.group import TPGroup
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -29,28 +33,34 @@ processor. For a machine that is shared; it does not see one rank wait for anoth
 
 
 class Ranks:
-    """The ranks of one run (or the single process), whose devices are timed together."""
+    """The ranks whose devices are timed together: those of ``group``, by default all that there are (or the single process)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: TPGroup | None = None) -> None:
         self.device = device
+        self._several = dist.is_initialized() if group is None else group.size > 1
+        self._group = None if group is None else group.process_group
 
     def meet(self) -> None:
         """Waits until this rank's device has nothing left to do and every rank has come here."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if dist.is_initialized():
-            dist.barrier()
+        if self._several:
+            dist.barrier(group=self._group)
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Of each value, the maximum over the ranks."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        if dist.is_initialized():
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        if self._several:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return values.tolist()
 
 
+Phases = Mapping[str, Callable[[], object]]
+"""A contender in several phases, each timed apart: all ranks meet between them."""
+
+
 def measure(
-    contenders: Mapping[str, Callable[[], object]],
+    contenders: Mapping[str, Callable[[], object] | Phases],
     ranks: Ranks,
     *,
     rounds: int,
@@ -60,22 +70,38 @@ def measure(
 ) -> dict[str, list[float]]:
     """Seconds a call of each contender, one value a round: the slowest rank's, all ranks starting together.
 
+    Those of a contender in phases are named "contender, phase".
+
     Args:
         rounds, warmup: how many rounds are kept, and how many come before them and are dropped.
         steps: calls in a row that make one value (their mean), so that short ones are not drowned by the barrier.
     """
-    kept: dict[str, list[float]] = {name: [] for name in contenders}
+    kept: dict[str, list[float]] = {key: [] for name, contender in contenders.items() for key in _keys(name, contender)}
+
+    def timed(run: Callable[[], object], calls: int) -> float:
+        ranks.meet()
+        begin = clock()
+        for _ in range(calls):
+            run()
+        ranks.meet()
+        return clock() - begin
+
     for turn in range(warmup + rounds):
         for name in list(contenders) if turn % 2 == 0 else reversed(list(contenders)):
-            ranks.meet()
-            begin = clock()
-            for _ in range(steps):
-                contenders[name]()
-            ranks.meet()
-            seconds = (clock() - begin) / steps
+            contender = contenders[name]
+            if isinstance(contender, Mapping):
+                turns = [[timed(run, 1) for run in contender.values()] for _ in range(steps)]
+                seconds = [sum(phase) for phase in zip(*turns, strict=True)]
+            else:
+                seconds = [timed(contender, steps)]
             if turn >= warmup:
-                kept[name].append(seconds)
+                for key, total in zip(_keys(name, contender), seconds, strict=True):
+                    kept[key].append(total / steps)
     return {name: ranks.slowest(seconds) for name, seconds in kept.items()}
+
+
+def _keys(name: str, contender: Callable[[], object] | Phases) -> list[str]:
+    return [f"{name}, {phase}" for phase in contender] if isinstance(contender, Mapping) else [name]
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,26 @@ class Throughput:
 def strong_scaling_efficiency(one: float, several: float, devices: int) -> float:
     """t_1 / (N t_N): seconds of one device over those of N for the same global batch. 1 is perfect."""
     return one / (devices * several)
+
+
+def weak_scaling_efficiency(one: float, several: float) -> float:
+    """t_1 / t_N: seconds of one device over those of N for N times the batch. 1 is perfect."""
+    return one / several
+
+
+def command(module: str, world: int, arguments: Sequence[str]) -> str:
+    """The command line of this run; arguments that name paths of this machine are for the caller to leave out."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    prefix = f"OMP_NUM_THREADS={threads} " if threads else ""
+    start = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
+    return f"{prefix}{start} -m {module} {shlex.join(arguments)}".strip()
+
+
+def file_stem(*parts: str, device: torch.device) -> str:
+    """A file name of ``parts``, the hardware, torch's version and the commit, in small letters, digits, dots and hyphens."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_cpu()} {os.cpu_count()} cores"
+    text = " ".join([*parts, hardware, f"torch {torch.__version__}", commit().replace("with uncommitted changes", "changed")])
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 def header(command: str, device: torch.device) -> dict[str, str]:

@@ -95,7 +95,9 @@ class _CopyToRanks(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([g.reshape(-1) for g in grads])
         summed = collectives.start_all_reduce(flat, ctx.group, ctx.reduce_dtype)().split([g.numel() for g in grads])
-        return None, None, *(s.view(g.shape).to(g.dtype) for s, g in zip(summed, grads, strict=True))
+        # A small part is copied: as a parameter's gradient it would keep the whole sum, the activations' too, in memory.
+        parts = [s.clone() if 2 * s.numel() < flat.numel() else s for s in summed]
+        return None, None, *(s.view(g.shape).to(g.dtype) for s, g in zip(parts, grads, strict=True))
 
 
 class _ReduceFromRanks(Function):

@@ -1,0 +1,86 @@
+"""What programs on several ranks share: options, the ranks, the sizes that fit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from parallel.group import TPGroup, single_device
+from tpblock import Decoder, ModelConfig
+
+IDLE = timedelta(days=1)
+"""How long ranks that are not needed wait for the others."""
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options. Of several ranks only the first shows help and mistakes."""
+    if os.environ.get("RANK", "0") == "0":
+        return parser.parse_args(arguments)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        return parser.parse_args(arguments)
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends this rank with what is wrong about the command line, which rank 0 says."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def tp_sizes(text: str) -> list[int]:
+    sizes = sorted({int(size) for size in text.split(",")})
+    if sizes[0] < 1:
+        raise ValueError(f"a number of ranks is at least 1, got {sizes[0]}")
+    return sizes
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --out, which names a place of this machine."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
+
+
+def sizes_that_fit(config: ModelConfig, sizes: Sequence[int], world: int) -> tuple[list[int], list[str]]:
+    """The TP sizes that can run, and for each other one the reason why not."""
+    fit, notes = [], []
+    for size in sizes:
+        try:
+            if size > world:
+                raise ValueError(f"only {world} ranks were started")
+            Decoder(config, group=TPGroup(0, size), device="meta")
+            fit.append(size)
+        except ValueError as error:
+            notes.append(f"Not measured at {size} ranks: {error}.")
+    return fit, notes
+
+
+def start(device_type: str) -> torch.device:
+    """Joins the ranks that torchrun started, if it did, and returns this one's device."""
+    device = torch.device(device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=IDLE)
+    return device
+
+
+def group_of(size: int, world: int) -> TPGroup | None:
+    """The first ``size`` ranks, or None on the others; every rank calls this."""
+    if size == 1:
+        return single_device() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    assert dist.group.WORLD is not None
+    ranks = dist.group.WORLD if size == world else dist.new_group(list(range(size)), timeout=IDLE)
+    return TPGroup.from_process_group(ranks) if dist.get_rank() < size else None
