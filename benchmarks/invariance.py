@@ -26,10 +26,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.block import Size, check_equal, milliseconds
 from benchmarks.timing import CLOCKS, Ranks, Spread, header, measure, save, table
-from benchmarks.traffic import Recorder, Traffic
+from benchmarks.traffic import Traffic
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
+from parallel.traffic import Recorder
 from tpblock import Block, Context
 
 SIZES = [Size(512, 1, 512, 2), Size(1024, 4, 512)]

@@ -40,8 +40,9 @@ from benchmarks.flops import training_flops
 from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.scaling_report import PHASES, Result, as_json, report
 from benchmarks.timing import RESULTS, Phases, Ranks, command, file_stem, header, measure, save
-from benchmarks.traffic import Recorder, Sent, replay, silent_collectives
+from benchmarks.traffic import replay, silent_collectives
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
+from parallel.traffic import Recorder, Sent
 
 
 def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) -> Result:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.timing import Spread, Throughput, strong_scaling_efficiency, table, weak_scaling_efficiency
-from benchmarks.traffic import Sent, Traffic, by_size
+from benchmarks.traffic import Traffic, by_size
+from parallel.traffic import Sent
 
 PHASES = ("forward", "backward", "optimizer")
 

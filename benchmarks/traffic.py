@@ -1,86 +1,18 @@
-"""What the ranks send: counted with sizes, sent again alone, or left out."""
+"""What the ranks send (parallel/traffic.py records it): added up, sent again alone, or left out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import collectives
 from parallel.group import TPGroup
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One collective.
-
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
-        elements: of the whole tensor: what an all-reduce or a reduce-scatter sums, what an all-gather returns.
-        sent: bytes that one rank sends with the usual ring algorithm.
-    """
-
-    kind: str
-    elements: int
-    dtype: torch.dtype
-    sent: float = field(compare=False, default=0.0)
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-
-KINDS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_gather_into_tensor": "all_gather",
-    "all_to_all_single": "all_to_all",
-}
-
-
-class Recorder(TorchDispatchMode):
-    """Notes every collective that runs under it, in order.
-
-    On a ring of n ranks each sends (n - 1)/n of the whole tensor in a reduce-scatter or an all-gather, and twice that in an
-    all-reduce, which is the two in a row.
-    """
-
-    def __init__(self, group: TPGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.collectives: list[Sent] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
-        if namespace in ("_c10d_functional", "c10d", "c10d_functional") and name != "wait_tensor":
-            if name not in KINDS:
-                raise ValueError(
-                    f"the collective {namespace}::{name} is not one of those that are counted: {', '.join(KINDS)}"
-                )
-            self.collectives.append(self._sent(KINDS[name], args))
-        return func(*args, **(kwargs or {}))
-
-    def _sent(self, kind: str, args: tuple[Any, ...]) -> Sent:
-        x, others = args[0], (self.group.size - 1) / self.group.size
-        match kind:
-            case "all_gather":
-                return Sent(kind, x.numel() * args[1], x.dtype, others * x.nbytes * args[1])
-            case "all_to_all":
-                given = args[2]
-                return Sent(kind, x.numel(), x.dtype, x.nbytes * (1 - given[self.group.rank] / sum(given)))
-            case "all_reduce":
-                return Sent(kind, x.numel(), x.dtype, 2 * others * x.nbytes)
-            case _:
-                return Sent(kind, x.numel(), x.dtype, others * x.nbytes)
+from parallel.traffic import Sent
 
 
 @dataclass(frozen=True)
@@ -102,21 +34,21 @@ def by_size(collectives: Sequence[Sent]) -> list[tuple[Sent, int]]:
 
 
 def replay(sent: Sequence[Sent], group: TPGroup, device: torch.device) -> Callable[[], object]:
-    """A function that runs these collectives on zeros, one after the other, with nothing to compute in between."""
+    """A function that runs these collectives, as the library does, on zeros, with nothing to compute in between."""
     buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def zeros(elements: int, dtype: torch.dtype) -> Tensor:
         return buffers.setdefault((elements, dtype), torch.zeros(elements, dtype=dtype, device=device))
 
     def call(one: Sent) -> Callable[[], object]:
-        whole, ranks = zeros(one.elements, one.dtype), group.process_group
+        whole = zeros(one.elements, one.dtype)
         if one.kind == "all_reduce":
-            return lambda: dist.all_reduce(whole, group=ranks)
-        part = zeros(one.elements // group.size, one.dtype)
+            return lambda: collectives.start_all_reduce(whole, group)()
+        part, counts = zeros(one.elements // group.size, one.dtype), [one.elements // group.size] * group.size
         if one.kind == "all_gather":
-            return lambda: dist.all_gather_single(whole, part, group=ranks)
+            return lambda: collectives.all_gather(part, group, counts)
         if one.kind == "reduce_scatter":
-            return lambda: dist.reduce_scatter_single(part, whole, group=ranks)
+            return lambda: collectives.start_reduce_scatter(whole[: sum(counts)], group, counts)()
         raise ValueError(f"a collective of kind {one.kind} cannot be sent again")
 
     calls = [call(one) for one in sent]

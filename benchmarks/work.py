@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.flops import Shares
 from benchmarks.memory_formula import LOSS_CHUNK, parameter_sizes
-from benchmarks.traffic import Sent
 from benchmarks.workload import Workload
 from parallel.layout import deal
+from parallel.traffic import Sent
 from tpblock import Bias, Norm, Placement, Position, QKNorm
 
 

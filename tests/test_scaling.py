@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks import scaling
 from benchmarks.flops import training_flops
 from benchmarks.program import sizes_that_fit, tp_sizes, without_out
 from benchmarks.scaling_report import Result, communication_row, report, time_row, traffic_rows
 from benchmarks.timing import Ranks, command, file_stem, measure, weak_scaling_efficiency
-from benchmarks.traffic import Recorder, Sent, Traffic, by_size, replay, silent_collectives
+from benchmarks.traffic import Traffic, by_size, replay, silent_collectives
 from benchmarks.workload import Training, Workload, add_options, config_from, model_name
 from parallel import collectives
 from parallel.group import TPGroup, single_device
+from parallel.traffic import Recorder, Sent
+from tests.helpers import own_collectives
 from tests.pool import Pool
 from tests.programs import python, torchrun
 from tests.test_benchmarks import FakeClock, FakeRanks
@@ -158,35 +158,36 @@ def test_a_step_is_seen_to_send_what_the_formula_says(pool: Pool, name: str, sp:
 
 
 def send(group: TPGroup) -> list[Any]:
-    """[the bytes that a rank sends of 12 numbers, by the ring's formula, kind by kind, their sum, what a replay calls]"""
+    """[what a rank sends of 12 numbers, kind by kind, by the ring's formula, by direct exchange, and in a replay]"""
     x = torch.ones(12)
-    with Recorder(group) as recorder:
-        collectives.all_reduce(x, group)
-        collectives.start_reduce_scatter(x, group, [3] * 4)()
-        collectives.all_gather(x[:3], group, [3] * 4)
-        collectives.all_to_all(x, group, given=[3] * 4, taken=[3] * 4)
-    sent = recorder.collectives
-    called: list[str] = []
-    again = replay(sent[:3], group, x.device)
-    with ExitStack() as stack:
-        for name in ("all_reduce", "reduce_scatter_single", "all_gather_single"):
-            real = getattr(dist, name)
-
-            def call(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
-                called.append(name)
-                return real(*args, **options)
-
-            stack.enter_context(mock.patch.object(dist, name, call))
+    recorders = [Recorder(group) for _ in range(3)]
+    for recorder, how in zip(recorders, (own_collectives, nullcontext), strict=False):
+        with recorder, how():
+            collectives.start_all_reduce(x.clone(), group)()
+            collectives.start_reduce_scatter(x, group, [3] * 4)()
+            collectives.all_gather(x[:3], group, [3] * 4)
+            collectives.all_to_all(x, group, given=[3] * 4, taken=[3] * 4)
+    again = replay(recorders[0].collectives[:3], group, x.device)
+    with recorders[2]:
         again()
-    return [[(s.kind, s.bytes, s.sent) for s in sent], Traffic.of(sent), called]
+    return [[(s.kind, s.bytes, s.sent) for s in recorder.collectives] for recorder in recorders]
 
 
-def test_bytes_on_a_ring_and_what_is_sent_again(pool: Pool) -> None:
-    for sent, total, called in pool.run(4, send):
-        ring = [("all_reduce", 48, 72.0), ("reduce_scatter", 48, 36.0), ("all_gather", 48, 36.0), ("all_to_all", 48, 36.0)]
-        assert sent == ring
-        assert total == Traffic(4, 4 * 48, 180.0)
-        assert called == ["all_reduce", "reduce_scatter_single", "all_gather_single"]
+def test_bytes_that_are_sent_and_sent_again(pool: Pool) -> None:
+    for ring, direct, again in pool.run(4, send):
+        assert ring == [
+            ("all_reduce", 48, 72.0),
+            ("reduce_scatter", 48, 36.0),
+            ("all_gather", 48, 36.0),
+            ("all_to_all", 48, 36.0),
+        ]
+        assert direct == [("all_reduce", 48, 144.0), *ring[1:]]  # a small all-reduce sends the whole to each other rank
+        assert again == direct[:3]
+
+
+def test_traffic_adds_up() -> None:
+    sent = [Sent("all_reduce", 12, torch.float32, 72.0), Sent("all_gather", 6, torch.float64, 36.0)]
+    assert Traffic.of(sent) == Traffic(2, 96, 108.0)
 
 
 def test_collectives_are_grouped_by_kind_and_size_the_largest_sum_first() -> None:
