@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.timing import CLOCKS, Ranks, measure
+from parallel.traffic import collective, listeners
 
 HEAD_DIM, EPS, IGNORED = 64, 1e-5, -100
 PASSES = ("forward", "backward", "step")
@@ -221,14 +222,22 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.number = 0
 
+    def __enter__(self) -> Collectives:
+        listeners.append(self._count)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        listeners.remove(self._count)
+        super().__exit__(*error)
+
+    def _count(self, _: object) -> None:
+        self.number += 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes again as operations on local tensors
-        namespace, _, name = func.name().partition("::")
-        collective = namespace in ("_c10d_functional", "c10d") and any(
-            word in name for word in ("reduce", "gather", "alltoall")
-        )
-        self.number += collective
+        kind = collective(func, args) or ""
+        self.number += any(word in kind for word in ("reduce", "gather", "all_to_all", "alltoall"))
         return func(*args, **(kwargs or {}))
 
 
