@@ -78,9 +78,9 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
         optimizer=held_bytes(training.state),
         activations=activations,
     )
-    formula, peak = (
-        count(workload, group.rank, group.size, fused_norm=device.type == "cuda") for count in (training_bytes, peak_bytes)
-    )
+    fused_norm = device.type == "cuda"
+    formula = training_bytes(workload, group.rank, group.size, fused_norm=fused_norm)
+    peak = peak_bytes(workload, group.rank, group.size, fused_norm=fused_norm)
     return Measured(group.rank, group.size, measured, formula, training.peak_bytes(), peak)
 
 

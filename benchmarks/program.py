@@ -38,7 +38,7 @@ def refuse(message: str) -> NoReturn:
 def tp_sizes(text: str) -> list[int]:
     sizes = sorted({int(size) for size in text.split(",")})
     if sizes[0] < 1:
-        raise ValueError(f"a number of ranks is at least 1, got {sizes[0]}")
+        raise argparse.ArgumentTypeError(f"a number of ranks is at least 1, got {sizes[0]}")
     return sizes
 
 
@@ -64,6 +64,13 @@ def sizes_that_fit(config: ModelConfig, sizes: Sequence[int], world: int) -> tup
         except ValueError as error:
             notes.append(f"Not measured at {size} ranks: {error}.")
     return fit, notes
+
+
+def device_bytes(device_type: str) -> int:
+    """The memory of a GPU, or of this machine."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def start(device_type: str) -> torch.device:

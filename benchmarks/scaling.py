@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.scaling --tp 1,2 --preset stack-100m --layers 4
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.scaling --tp 1,2 --weak --dim 256 --seq-len 64
 
-Every size of --tp that fits into the ranks started and into the model runs on the first ranks; the others wait idle at a barrier
-meanwhile. --strong gives every size the same batch, --weak N ranks N times the batch.
+Every size of --tp that fits into the ranks started, into the model and into memory (memory_formula.py) runs on the first ranks; the
+others wait idle at a barrier meanwhile. --strong gives every size the same batch, --weak N ranks N times the batch.
 
 For each size these take turns (see timing.py):
 
@@ -37,7 +37,8 @@ import torch.distributed as dist
 
 from benchmarks import plots
 from benchmarks.flops import training_flops
-from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
+from benchmarks.memory_formula import peak_bytes
+from benchmarks.program import device_bytes, group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.scaling_report import PHASES, Result, as_json, report
 from benchmarks.timing import RESULTS, Phases, Ranks, command, file_stem, header, measure, save
 from benchmarks.traffic import replay, silent_collectives
@@ -130,8 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for size in sizes:
         group = group_of(size, world)
         if group is not None:
-            load = replace(workload, batch=workload.batch * (size if options.weak else 1))
-            training = Training(load, group, device)
+            training = Training(grown(workload, size, options.weak), group, device)
             results.append(run_size(training, rounds=options.rounds, warmup=options.warmup, compiled=options.compile))
             del training
         if dist.is_initialized():
@@ -150,6 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{stem}.md, .json and .png")
 
 
+def grown(workload: Workload, size: int, weak: bool) -> Workload:
+    return replace(workload, batch=workload.batch * size) if weak else workload
+
+
 def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int], list[str]]:
     """The work, the sizes that fit, and the reasons of those that do not; ends the program if nothing is left."""
     try:
@@ -157,6 +161,8 @@ def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int
             raise ValueError(f"--rounds is at least 1 and --warmup at least 0, got {options.rounds} and {options.warmup}")
         if options.compile and not options.warmup:
             raise ValueError("--compile needs --warmup 1 at least, in which it compiles, got 0")
+        if options.peak_tflops is not None and options.peak_tflops <= 0:
+            raise ValueError(f"--peak-tflops is above 0, got {options.peak_tflops}")
         workload = Workload(
             config_from(options),
             options.batch,
@@ -168,7 +174,17 @@ def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int
         )
     except ValueError as error:
         refuse(str(error))
-    sizes, notes = sizes_that_fit(workload.config, options.tp, world)
+    possible, notes = sizes_that_fit(workload.config, options.tp, world)
+    sizes, memory = [], device_bytes(options.device)
+    for size in possible:
+        load, on_gpu = grown(workload, size, options.weak), options.device == "cuda"
+        need = peak_bytes(load, 0, size, fused_norm=on_gpu) * (1 if on_gpu else size)  # the CPU's memory is that of all ranks
+        if need <= memory:
+            sizes.append(size)
+        else:
+            notes.append(
+                f"Not measured at {size} ranks: it takes {need / 1e9:,.1f} GB, there are {memory / 1e9:,.1f} GB of memory."
+            )
     if not sizes:
         refuse(" ".join(notes))
     return workload, sizes, notes

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import memory
 from benchmarks.memory import KINDS, Measured, measure_rank, pretended_group, variants
 from benchmarks.memory_formula import training_bytes
 from benchmarks.meter import LiveBytes, held_bytes
 from benchmarks.workload import Workload
 from parallel.group import TPGroup, single_device
 from tests.pool import Pool
-from tests.programs import python, torchrun
+from tests.programs import torchrun
 from tpblock import Activation, Bias, ModelConfig, Norm, Placement, Position, QKNorm
 
 CPU = torch.device("cpu")
@@ -169,10 +170,11 @@ def test_the_meter_counts_each_storage_once_and_as_long_as_it_lives() -> None:
 TINY = ["--dim", "16", "--layers", "1", "--heads", "4", "--vocab-size", "30", "--batch", "2", "--seq-len", "8"]
 
 
-def test_the_program_on_one_process_and_on_two_ranks(tmp_path: Path) -> None:
-    alone = python("-m", "benchmarks.memory", *TINY, "--tp", "1,2,4,8", "--out", str(tmp_path / "a"), cwd=tmp_path)
-    assert alone.code == 0, alone.errors
-    assert alone.output.count("first alone |") == 4 + 4 and "Not measured at 8 ranks: " in alone.output
+def test_the_program_on_one_process_and_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory.main([*TINY, "--tp", "1,2,4,8", "--out", str(tmp_path / "a")])
+    alone = capsys.readouterr().out
+    assert alone.count("first alone |") == 4 + 4 and "Not measured at 8 ranks: " in alone
+    assert "| peak of a step, MB | peak by the formula, MB | peak, measured / formula |" in alone
     two = torchrun(2, "-m", "benchmarks.memory", *TINY, "--tp", "1,2,4", "--out", str(tmp_path / "b"), cwd=tmp_path)
     assert two.code == 0, two.errors
     for folder in ("a", "b"):
@@ -181,6 +183,8 @@ def test_the_program_on_one_process_and_on_two_ranks(tmp_path: Path) -> None:
         assert str(tmp_path) not in names[0].read_text() + names[1].read_text()
 
 
-def test_a_wrong_command_line_is_told_in_a_sentence(tmp_path: Path) -> None:
-    ended = python("-m", "benchmarks.memory", "--dim", "30", "--heads", "4", cwd=tmp_path)
-    assert ended.code == 2 and ended.errors == "error: dim 30 is not a multiple of heads 4: give head_dim explicitly\n"
+def test_a_wrong_command_line_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        memory.main(["--dim", "30", "--heads", "4"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: dim 30 is not a multiple of heads 4: give head_dim explicitly\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from benchmarks import scaling
 from benchmarks.flops import training_flops
 from benchmarks.program import sizes_that_fit, tp_sizes, without_out
-from benchmarks.scaling_report import Result, communication_row, report, time_row, traffic_rows
+from benchmarks.scaling_report import PHASES, Result, communication_row, report, time_row, traffic_rows
 from benchmarks.timing import Ranks, command, file_stem, measure, weak_scaling_efficiency
 from benchmarks.traffic import Traffic, by_size, replay, silent_collectives
 from benchmarks.workload import Training, Workload, add_options, config_from, model_name
@@ -84,7 +85,7 @@ def result(ranks: int, *, step: float, tokens: int = 128, valid: int = 96, **pha
     samples |= {f"{name}, backward": [t / 2, t / 2] for name, t in seconds.items()}
     samples |= {"step": [step, step], "matrix": [0.5, 0.5]}
     sent = [Sent("all_reduce", 1000, torch.float32, 4000.0)]
-    traffic = {"forward": sent * 2, "backward": sent, "optimizer": []} if ranks > 1 else dict.fromkeys(scaling.PHASES, [])
+    traffic = {"forward": sent * 2, "backward": sent, "optimizer": []} if ranks > 1 else dict.fromkeys(PHASES, [])
     return Result(ranks, 8, tokens, valid, samples, traffic, 5_000_000, 4 * 10**12, 10**12)
 
 
@@ -121,7 +122,7 @@ def test_communication_is_exposed_beyond_the_computation_and_hidden_for_the_rest
 def test_one_rank_has_nothing_to_send_or_to_hide() -> None:
     alone = replace(
         result(1, step=1.0, phases=1.0),
-        samples={**dict.fromkeys(["step", "matrix"], [1.0])} | {f"phases, {phase}": [1.0] for phase in scaling.PHASES},
+        samples={**dict.fromkeys(["step", "matrix"], [1.0])} | {f"phases, {phase}": [1.0] for phase in PHASES},
     )
     assert alone.by_round("computation") == [3.0]
     assert (alone.exposed, alone.hidden) == ([0.0], [0.0])
@@ -134,7 +135,7 @@ def test_one_rank_has_nothing_to_send_or_to_hide() -> None:
 def record(group: TPGroup, config: ModelConfig, sp: bool) -> list[list[tuple[str, int, str]]]:
     training = Training(Workload(config, BATCH, SEQ, sequence_parallel=sp), group, torch.empty(0).device)
     sent = scaling.count_traffic(training)
-    return [[(s.kind, s.elements, str(s.dtype).removeprefix("torch.")) for s in sent[phase]] for phase in scaling.PHASES]
+    return [[(s.kind, s.elements, str(s.dtype).removeprefix("torch.")) for s in sent[phase]] for phase in PHASES]
 
 
 def counted(found: list[tuple[str, int, str]]) -> dict[tuple[str, int, str], int]:
@@ -233,7 +234,7 @@ def test_a_preset_with_changes_and_a_model_of_sizes() -> None:
 
 def test_sizes_that_do_not_fit_are_told_with_both_numbers() -> None:
     assert tp_sizes("4,1,2,2") == [1, 2, 4]
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(argparse.ArgumentTypeError, match="at least 1, got 0"):
         tp_sizes("0,1")
     fit, notes = sizes_that_fit(PRE, [1, 4, 16], 32)
     assert fit == [1, 4]
@@ -285,8 +286,26 @@ def test_the_program_on_two_ranks(tmp_path: Path, mode: tuple[str, ...]) -> None
     assert set(told) >= {"command", "commit", "cpu", "versions", "model", "batch"}
 
 
-def test_mistakes_and_help(tmp_path: Path) -> None:
-    ended = python("-m", "benchmarks.scaling", "--tp", "4", cwd=tmp_path)
-    assert (ended.code, ended.errors) == (2, "error: Not measured at 4 ranks: only 1 ranks were started.\n")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--tp 4", "Not measured at 4 ranks: only 1 ranks were started."),
+        ("--tp 1 --preset gpt-3-175b", r"Not measured at 1 ranks: it takes 2,[\d.]+ GB, there are [\d.,]+ GB of memory."),
+        ("--rounds 0", "--rounds is at least 1 and --warmup at least 0, got 0 and 2"),
+        ("--compile --warmup 0", "--compile needs --warmup 1 at least, in which it compiles, got 0"),
+        ("--peak-tflops 0", "--peak-tflops is above 0, got 0.0"),
+        ("--weak --strong", "argument --strong: not allowed with argument --weak"),
+        ("--tp 0", "argument --tp: a number of ranks is at least 1, got 0"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        scaling.main(line.split())
+    assert ended.value.code == 2 and re.search(rf"error: {message}\n$", capsys.readouterr().err)
+
+
+def test_help(tmp_path: Path) -> None:
     ended = python("-m", "benchmarks.scaling", "--help", cwd=tmp_path)
     assert ended.code == 0 and "--sequence-parallel" in ended.output and "idle at a barrier" in ended.output
