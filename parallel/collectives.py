@@ -2,11 +2,11 @@
 
 All overlap with what follows until they are waited for. Under torch.compile they go through torch's functional collectives, which
 it can trace. Those wrap each call in autograd formulas written in Python, so that in eager code the ``start_*`` functions, on which
-a block waits, call the process group itself; and between CPUs they exchange directly (exchange.py), but for large all-reduces. None
+a block waits, call the process group itself; or, between CPUs of one machine, exchange through shared memory (exchange.py). None
 writes to a tensor that the caller did not hand over: a buffer that the caller has just made and owns is written "owned" below.
 
 Uneven token counts (``counts``, one a rank) are padded to the largest on the wire and trimmed on arrival, nowhere else (and not at
-all by exchange.py).
+all in shared memory).
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from parallel.group import TPGroup
 _ops = torch.ops._c10d_functional
 _SUM = dist.ReduceScatterOptions()
 
-DIRECT_BYTES = 1 << 18
-"""How much a rank may receive in an all-reduce by direct exchange: of more, gloo's own sends less."""
 
-
-def _direct(x: Tensor, group: TPGroup) -> bool:
-    """Whether collectives of x are direct exchanges."""
-    return group.over_gloo and x.device.type == "cpu" and not torch.compiler.is_compiling()
+def _shared(device: torch.device, most: int, group: TPGroup) -> exchange.Channel | None:
+    """The memory through which the ranks exchange tensors of at most so many bytes each; None if they do not."""
+    if torch.compiler.is_compiling() or device.type != "cpu" or not group.over_gloo or most > exchange.SLOT_BYTES:
+        return None
+    return exchange.channel(group)
 
 
 def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Pending:
@@ -41,8 +40,8 @@ def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | 
         return lambda: owned
     dtype = owned.dtype
     wire = (owned if reduce_dtype is None else owned.to(reduce_dtype)).contiguous()
-    if _direct(wire, group) and wire.nbytes * (group.size - 1) <= DIRECT_BYTES:
-        pending = exchange.start_all_reduce(wire, group)
+    if channel := _shared(wire.device, wire.nbytes, group):
+        pending = exchange.start_all_reduce(wire, channel)
         return lambda: pending().to(dtype)
     if torch.compiler.is_compiling():
         handle = _ops.all_reduce(wire, "sum", group.name)
@@ -55,6 +54,8 @@ def all_reduce(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     """The sum (or "max", "min", ...) of ``x`` over the ranks, out of place."""
     if group.size == 1:
         return x
+    if op == "sum" and (channel := _shared(x.device, x.nbytes, group)):
+        return exchange.start_all_reduce(x.detach().clone(memory_format=torch.contiguous_format), channel)()
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
 
 
@@ -62,9 +63,9 @@ def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pendin
     """Begins to stack the ranks' rows along dimension 0: [counts[rank], ...] -> [sum(counts), ...]."""
     if group.size == 1:
         return lambda: x
-    if _direct(x, group):
-        return exchange.start_all_gather(x.contiguous(), group, counts)
     widest = max(counts)
+    if channel := _shared(x.device, widest * x.shape[1:].numel() * x.itemsize, group):
+        return exchange.start_all_gather(x, channel, counts)
     mine = _pad_rows(x, widest).contiguous()
     if torch.compiler.is_compiling():
         pending = partial(_ops.wait_tensor, _ops.all_gather_into_tensor(mine, group.size, group.name))
@@ -87,8 +88,8 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
         return lambda: x
     dtype, widest = x.dtype, max(counts)
     wire = x if reduce_dtype is None else x.to(reduce_dtype)
-    if _direct(wire, group):
-        pending = exchange.start_reduce_scatter(wire.contiguous(), group, counts)
+    if channel := _shared(wire.device, wire.nbytes, group):
+        pending = exchange.start_reduce_scatter(wire, channel, counts)
         return lambda: pending().to(dtype)
     if sum(counts) != widest * group.size:
         wire = torch.cat([_pad_rows(rows, widest) for rows in wire.split(list(counts))])
@@ -101,10 +102,13 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
     return lambda: pending()[: counts[group.rank]].to(dtype)
 
 
-def all_to_all(x: Tensor, group: TPGroup, *, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-    """Sends rank r the next ``given[r]`` rows of ``x`` and stacks the ``taken[r]`` rows that each rank r sent."""
-    if _direct(x, group):
-        return exchange.start_all_to_all(x.contiguous(), group, given, taken)()
+def all_to_all(x: Tensor, group: TPGroup, *, given: Sequence[int], taken: Sequence[int], most: int) -> Tensor:
+    """Sends rank r the next ``given[r]`` rows of ``x`` and stacks the ``taken[r]`` rows that each rank r sent.
+
+    ``most``: how many rows any rank sends at most.
+    """
+    if channel := _shared(x.device, most * x.shape[1:].numel() * x.itemsize, group):
+        return exchange.start_all_to_all(x, channel, given, taken)()
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(taken), list(given), group.name))
 
 

@@ -1,18 +1,30 @@
-"""Collectives of CPU tensors over gloo as direct exchanges: every rank sends each other rank what that one is to have, at once.
+"""Collectives of CPU tensors between ranks on one machine, through memory that they share.
 
-gloo's own collectives run on a thread of theirs, in rounds, each waiting for the one before; its reduce-scatter is an all-reduce
-of a copy. A message between two ranks needs neither, so that small collectives take half the time, and reduce-scatters of any size
-do (docs/performance.md). What arrives is added in the order of the ranks: all of them get the same bits.
+A rank writes what it gives into a slot of its own and counts up a word beside it; whoever needs it waits for the count, and reads.
+No thread, socket or copy stands between. A collective of gloo has all three, and its threads are woken while every core computes:
+between small products it costs a hundred times as long as the reading (docs/performance.md). What is summed is summed in the order
+of the ranks, so that all of them get the same bits.
 
-The functions begin a collective of a contiguous x, which must stay as it is until the :data:`Pending` that they return was called.
+The order in which two processes see each other's writes is that of x86: other processors are left to gloo, as are ranks on
+several machines. The memory has no name, and ends with the last process that holds it.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import platform
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel import traffic
 from parallel.group import TPGroup
@@ -20,62 +32,241 @@ from parallel.group import TPGroup
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
 
+SLOTS = 2
+"""How many collectives a rank may have under way before it has to end the first."""
+SLOT_BYTES = 32 << 20
+"""The most that a rank gives to a collective; what is not used of it takes no memory."""
+SPIN_SECONDS = 2e-3
+"""How long a rank that waits only lets others run, before it sleeps."""
+SLEEP_SECONDS = 2e-4
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
-def start_all_reduce(x: Tensor, group: TPGroup) -> Pending:
-    """The sum of x over the ranks."""
-    traffic.note("all_reduce", x.numel(), x.dtype, x.nbytes * (group.size - 1))
-    return _start_sum([x] * group.size, group)
-
-
-def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pending:
-    """The sum of x [sum(counts), ...] over the ranks, of which each keeps its rows: [counts[rank], ...]."""
-    given = x.detach().split(list(counts))
-    traffic.note("reduce_scatter", x.numel(), x.dtype, x.nbytes - given[group.rank].nbytes)
-    return _start_sum(given, group)
-
-
-def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pending:
-    """The ranks' rows stacked: [counts[rank], ...] -> [sum(counts), ...]."""
-    rows = x.new_empty(sum(counts), *x.shape[1:])
-    traffic.note("all_gather", rows.numel(), x.dtype, x.nbytes * (group.size - 1))
-    wait = _start([x.detach()] * group.size, rows.split(list(counts)), group)
-    return lambda: wait() or rows
+# The words (of 8 bytes) of a rank, a page: how many collectives it has ended, and for each slot the number of the collective in it,
+# its kind, and what of the slot is for each rank (start and length in bytes).
+_PAGE = mmap.PAGESIZE
+_ENDED = 0
+_NUMBER, _KIND, _PARTS = range(3)
+_MOST_RANKS = (_PAGE // 8 // (1 + SLOTS) - _PARTS) // 2
 
 
-def start_all_to_all(x: Tensor, group: TPGroup, given: Sequence[int], taken: Sequence[int]) -> Pending:
-    """The ``taken[r]`` rows that each rank r sends, stacked, from the ``given[r]`` rows for each rank of x [sum(given), ...]."""
-    rows, parts = x.new_empty(sum(taken), *x.shape[1:]), x.detach().split(list(given))
-    traffic.note("all_to_all", x.numel(), x.dtype, x.nbytes - parts[group.rank].nbytes)
-    wait = _start(parts, rows.split(list(taken)), group)
-    return lambda: wait() or rows
+class Channel:
+    """The memory that the ranks of one process group share, and where this rank is in the sequence of their collectives."""
+
+    def __init__(self, memory: mmap.mmap, group: TPGroup, pids: Sequence[int], timeout: float) -> None:
+        self.rank, self.size, self.pids, self.timeout = group.rank, group.size, pids, timeout
+        self._words = memoryview(memory).cast("q")
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._number = 0
+        self._failure: str | None = None
+        self._under_way: dict[int, Exchange] = {}
+
+    @staticmethod
+    def needed(size: int) -> int:
+        """Bytes for so many ranks."""
+        return size * (_PAGE + SLOTS * SLOT_BYTES)
+
+    def start(
+        self,
+        kind: str,
+        x: Tensor,
+        taken: Sequence[int],
+        combine: Callable[[list[Tensor]], Tensor],
+        given: Sequence[int] | None = None,
+    ) -> Pending:
+        """Begins a collective.
+
+        Args:
+            taken: how many numbers of what each rank gives are for this one.
+            combine: the result from these, flat.
+            given: how many numbers of x are for each rank, in order; None: all of them for every one.
+        """
+        if self._failure:
+            raise RuntimeError(f"ranks cannot go on after one of their collectives has failed: {self._failure}")
+        self._number += 1
+        number, before = self._number, self._number - SLOTS
+        if before in self._under_way:
+            self._under_way[before]()
+        for rank in range(self.size):  # who has not ended it may still be reading this slot
+            self._wait(rank, self._word(rank, _ENDED), before, kind)
+        self._slot(self.rank, number, x.numel(), x.dtype).copy_(x.detach().reshape(-1))
+        words, at, first = self._words, 0, self._header(self.rank, number)
+        words[first + _KIND] = KINDS.index(kind)
+        for rank in range(self.size):
+            length = (x.numel() if given is None else given[rank]) * x.itemsize
+            words[first + _PARTS + 2 * rank], words[first + _PARTS + 2 * rank + 1] = at, length
+            at += 0 if given is None else length
+        words[first + _NUMBER] = number  # last: from now on the others read
+        self._under_way[number] = Exchange(self, number, kind, taken, x.dtype, combine)
+        return self._under_way[number]
+
+    def given(self, rank: int, number: int, kind: str, size: int, dtype: torch.dtype) -> Tensor:
+        """What a rank gives this one in a collective, once it does."""
+        words, first = self._words, self._header(rank, number)
+        self._wait(rank, first + _NUMBER, number, kind)
+        start, length = words[first + _PARTS + 2 * self.rank], words[first + _PARTS + 2 * self.rank + 1]
+        found, expected = f"{length} bytes in {KINDS[words[first + _KIND]]}", f"{size * dtype.itemsize} bytes in {kind}"
+        if found != expected:
+            self._fail(
+                f"rank {rank} of {self.size} gives rank {self.rank} {found}, which expects {expected}: ranks must call the same "
+                "collectives in the same order, with shapes that fit"
+            )
+        return self._slot(rank, number, size, dtype, start)
+
+    def end(self, number: int) -> None:
+        """Says that this rank has read all that it needs."""
+        del self._under_way[number]
+        self._words[self._word(self.rank, _ENDED)] = min(self._under_way, default=self._number + 1) - 1
+
+    def _fail(self, message: str) -> NoReturn:
+        self._failure = message
+        raise RuntimeError(message)
+
+    def _word(self, rank: int, word: int) -> int:
+        return rank * _PAGE // 8 + word
+
+    def _header(self, rank: int, number: int) -> int:
+        return self._word(rank, _PAGE // 8 // (1 + SLOTS) * (1 + number % SLOTS))
+
+    def _slot(self, rank: int, number: int, size: int, dtype: torch.dtype, start: int = 0) -> Tensor:
+        start += self.size * _PAGE + (rank * SLOTS + number % SLOTS) * SLOT_BYTES
+        return self._bytes[start : start + size * dtype.itemsize].view(dtype)
+
+    def _wait(self, rank: int, word: int, least: int, kind: str) -> None:
+        """Until a word of a rank is at least that."""
+        words = self._words
+        if words[word] >= least:
+            return
+        begin = time.monotonic()
+        while words[word] < least:
+            waited = time.monotonic() - begin
+            if waited < SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            time.sleep(SLEEP_SECONDS)
+            if waited > self.timeout:
+                self._fail(f"rank {self.rank} waited {waited:.0f} s for rank {rank} in {kind}, which did not come")
+            if not _alive(self.pids[rank]) and words[word] < least:
+                self._fail(f"rank {self.rank} waits for rank {rank} in {kind}, whose process has ended")
 
 
-def _start_sum(given: Sequence[Tensor], group: TPGroup) -> Pending:
-    """The sum over the ranks of what each gives to this one."""
-    mine = given[group.rank]
-    taken = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
-    wait = _start(given, taken, group)
+class Exchange:
+    """A collective under way. It is called for its result; more often is no harm."""
 
-    def finish() -> Tensor:
-        wait()
-        total = taken[0] + taken[1]
-        for other in taken[2:]:
+    def __init__(
+        self,
+        channel: Channel,
+        number: int,
+        kind: str,
+        taken: Sequence[int],
+        dtype: torch.dtype,
+        combine: Callable[[list[Tensor]], Tensor],
+    ) -> None:
+        self._channel, self._number, self._kind, self._taken, self._dtype = channel, number, kind, taken, dtype
+        self._combine = combine
+        self._result: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._result is None:
+            channel, kind = self._channel, self._kind
+            given = [channel.given(rank, self._number, kind, size, self._dtype) for rank, size in enumerate(self._taken)]
+            with torch.no_grad():
+                self._result = self._combine(given)
+            channel.end(self._number)
+        return self._result
+
+
+def start_all_reduce(owned: Tensor, channel: Channel) -> Pending:
+    """The sum over the ranks, which is written over ``owned``."""
+    traffic.note("all_reduce", owned.numel(), owned.dtype, owned.nbytes)
+
+    def combine(given: list[Tensor]) -> Tensor:
+        total = owned.detach().view(-1)
+        torch.add(given[0], given[1], out=total)
+        for other in given[2:]:
             total += other
-        return total
+        return total.view(owned.shape)
 
-    return finish
+    return channel.start("all_reduce", owned, [owned.numel()] * channel.size, combine)
 
 
-def _start(given: Sequence[Tensor], taken: Sequence[Tensor], group: TPGroup) -> Callable[[], None]:
-    """Sends ``given[r]`` to each rank r and fills ``taken[r]`` with what it sends. To be called for the end."""
-    ranks, others = group.connected, [rank for rank in range(group.size) if rank != group.rank]
-    works = [ranks.recv([taken[rank]], rank, traffic.TAG) for rank in others if taken[rank].numel()]
-    works += [ranks.send([given[rank]], rank, traffic.TAG) for rank in others if given[rank].numel()]
-    if taken[group.rank] is not given[group.rank]:
-        taken[group.rank].copy_(given[group.rank])
+def start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
+    """The sum of x [sum(counts), ...] over the ranks, of which each keeps its rows: [counts[rank], ...]."""
+    traffic.note("reduce_scatter", x.numel(), x.dtype, x.nbytes)
+    row, shape = x.shape[1:].numel(), (counts[channel.rank], *x.shape[1:])
 
-    def wait() -> None:
-        for work in works:
-            work.wait()
+    def combine(given: list[Tensor]) -> Tensor:
+        total = given[0] + given[1]
+        for other in given[2:]:
+            total += other
+        return total.view(shape)
 
-    return wait
+    taken = [counts[channel.rank] * row] * channel.size
+    return channel.start("reduce_scatter", x, taken, combine, given=[count * row for count in counts])
+
+
+def start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
+    """The ranks' rows stacked: [counts[rank], ...] -> [sum(counts), ...]."""
+    row, shape = x.shape[1:].numel(), (sum(counts), *x.shape[1:])
+    traffic.note("all_gather", sum(counts) * row, x.dtype, x.nbytes)
+    return channel.start("all_gather", x, [count * row for count in counts], lambda given: torch.cat(given).view(shape))
+
+
+def start_all_to_all(x: Tensor, channel: Channel, given: Sequence[int], taken: Sequence[int]) -> Pending:
+    """The ``taken[r]`` rows that each rank r gives, stacked, from the ``given[r]`` rows for each rank of x [sum(given), ...]."""
+    row, shape = x.shape[1:].numel(), (sum(taken), *x.shape[1:])
+    traffic.note("all_to_all", x.numel(), x.dtype, x.nbytes)
+    rows = [[count * row for count in counts] for counts in (taken, given)]
+    return channel.start("all_to_all", x, rows[0], lambda parts: torch.cat(parts).view(shape), given=rows[1])
+
+
+# -- setting up
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()
+
+
+def channel(group: TPGroup) -> Channel | None:
+    """The memory that the group's ranks share; None if they cannot. At first all ranks call it."""
+    ranks = group.connected
+    if ranks not in _channels:
+        with _disable_current_modes():
+            _channels[ranks] = _connect(group)
+    return _channels[ranks]
+
+
+def _connect(group: TPGroup) -> Channel | None:
+    """Rank 0 makes the memory; the others open it by its place among the files of that process."""
+    size, machine, memory = Channel.needed(group.size), _machine(), None
+    with ExitStack() as files:
+        with suppress(OSError):
+            if group.rank == 0 and machine:
+                memory = files.enter_context(open(os.memfd_create("tpblock"), "r+b", buffering=0))
+                memory.truncate(size)
+        told: list[tuple[str, int, int]] = [("", 0, 0)] * group.size
+        dist.all_gather_object(told, (machine, os.getpid(), memory.fileno() if memory else -1), group=group.process_group)
+        mapped = None
+        with suppress(OSError):
+            if machine and len({where for where, _, _ in told}) == 1 and group.size <= _MOST_RANKS:
+                with open(f"/proc/{told[0][1]}/fd/{told[0][2]}", "r+b", buffering=0) as file:
+                    mapped = mmap.mmap(file.fileno(), size)
+        opened: list[bool] = [False] * group.size
+        dist.all_gather_object(opened, mapped is not None, group=group.process_group)
+    if mapped is None or not all(opened):
+        return None
+    timeout = group.connected._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return Channel(mapped, group, [pid for _, pid, _ in told], timeout)
+
+
+def _machine() -> str:
+    """What processes that can share memory have in common; nothing if this one can share none."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended and that nobody has asked about yet does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.group import TPGroup
 
-TAG = 0x7470
-"""Of the messages that make a collective of exchange.py. They are not counted: each collective is noted once."""
 listeners: list[Callable[[Sent], None]] = []
-"""Told of each of these collectives."""
+"""Told of each collective of exchange.py, for which torch runs no operator."""
 
 KINDS = {
     "all_reduce": "all_reduce",
@@ -42,7 +40,7 @@ class Sent:
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter or all_to_all; any other has its operator's name, and no elements.
         elements: of the whole tensor: what an all-reduce or a reduce-scatter sums, what an all-gather returns.
-        sent: bytes that one rank sends: with the usual ring algorithm, or by direct exchange.
+        sent: bytes that one rank sends: with the usual ring algorithm; in shared memory, that it writes.
     """
 
     kind: str
@@ -55,12 +53,12 @@ class Sent:
         return 0 if self.dtype is None else self.elements * self.dtype.itemsize
 
 
-def collective(op: Any, args: tuple[Any, ...]) -> str | None:
+def collective(op: Any) -> str | None:
     """The kind of collective that an operator starts, as in :class:`Sent`; None if it starts none (waiting for one does not)."""
     if op.namespace not in ("_c10d_functional", "c10d"):
         return None
     name = op.name().partition("::")[2].partition(".")[0]
-    return None if name == "wait_tensor" or (name in ("send", "recv_") and args[3] == TAG) else KINDS.get(name, name)
+    return None if name == "wait_tensor" else KINDS.get(name, name)
 
 
 class Recorder(TorchDispatchMode):
@@ -84,7 +82,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if (kind := collective(func, args)) is not None:
+        if (kind := collective(func)) is not None:
             self.collectives.append(self._sent(kind, func.namespace == "c10d", args))
         return func(*args, **(kwargs or {}))
 

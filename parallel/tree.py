@@ -71,12 +71,14 @@ def reduce_scatter(leaves: Sequence[Tensor], group: TPGroup, counts: Sequence[in
         by_rank = zip(*(node.split(list(counts)) for node in nodes), strict=True)
         outgoing = torch.cat([chunk for chunks in by_rank for chunk in chunks])
     mine = counts[group.rank]
-    arriving = [node for owner in group.owners for node in subtrees(owner, group.shards)]
+    by_owner = [subtrees(owner, group.shards) for owner in group.owners]
+    arriving = [node for owned in by_owner for node in owned]
     received = collectives.all_to_all(
         outgoing,
         group,
         given=[len(nodes) * count for count in counts],
-        taken=[len(subtrees(owner, group.shards)) * mine for owner in group.owners],
+        taken=[len(owned) * mine for owned in by_owner],
+        most=max(map(len, by_owner)) * sum(counts),
     )
     return fold(root, dict(zip(arriving, received.split(mine), strict=True) if mine else {root: received}))
 

@@ -43,8 +43,8 @@ def rows_of(tokens: int, group: TPGroup) -> slice:
 
 
 def own_collectives() -> AbstractContextManager[object]:
-    """Collectives are those of the process group, as on GPUs, instead of direct exchanges between CPUs."""
-    return mock.patch.object(collectives, "_direct", lambda *_: False)
+    """Collectives are those of the process group, as on GPUs, instead of exchanges through shared memory."""
+    return mock.patch.object(collectives, "_shared", lambda *_: None)
 
 
 class OpRecord(TorchDispatchMode):
@@ -68,7 +68,7 @@ class OpRecord(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func).removesuffix(".default"))
-        if kind := collective(func, args):
+        if kind := collective(func):
             self.collectives.append(kind)
         return func(*args, **(kwargs or {}))
 

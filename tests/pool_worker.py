@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
+from parallel import collectives
 from parallel.group import TPGroup, single_device
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -80,10 +81,11 @@ def serve(rank: int, world: int, pipe: Connection, store: str, log: str, device_
     def answer(message: Any) -> Any:
         match message:
             case ("echo", size):
-                total = torch.tensor([float(rank)])
+                total, mine = torch.tensor([float(rank)]), torch.tensor([float(rank)])
                 if size > 1:
                     dist.all_reduce(total, group=groups[size].process_group)
-                return int(total.item())
+                    mine = collectives.all_reduce(mine, groups[size])
+                return int(total.item()) if total == mine else None
             case ("import", name):
                 importlib.import_module(name)
                 return None

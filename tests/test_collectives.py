@@ -5,6 +5,8 @@ Sizes are those of the whole tensor: what an all-reduce or a reduce-scatter sums
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import collectives
+from parallel import collectives, exchange
 from parallel.gradients import clip_grad_norm_, grad_norm
 from parallel.group import TPGroup
 from parallel.linear import RowParallelLinear
 from parallel.regions import token_counts
 from parallel.traffic import Recorder, Sent
 from tests.helpers import OpRecord, own_collectives
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 from tpblock import Activation, Bias, Block, Context, Decoder, ModelConfig, Norm, Placement, Position, QKNorm
 
 BATCH, SEQ, DIM, LAYERS = 2, 6, 16, 3
@@ -184,7 +186,7 @@ def exchanged(group: TPGroup, counts: list[int], dtype: torch.dtype) -> list[boo
         lambda: collectives.start_all_reduce(x.clone(), group)(),
         lambda: collectives.start_all_gather(part, group, counts)(),
         lambda: collectives.start_reduce_scatter(x, group, counts)(),
-        lambda: collectives.all_to_all(x, group, given=given, taken=taken),
+        lambda: collectives.all_to_all(x, group, given=given, taken=taken, most=tokens),
     ]
     before = x.clone(), part.clone()
     for call in calls:
@@ -210,8 +212,7 @@ def test_direct_exchanges_give_what_the_process_group_gives(pool: Pool, counts: 
 
 def sums(group: TPGroup) -> list[Tensor]:
     x = torch.randn(101, 7, generator=torch.Generator().manual_seed(group.rank))
-    direct = collectives.start_all_reduce(x, group)()
-    return [direct, x]
+    return [collectives.start_all_reduce(x.clone(), group)(), x]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -223,18 +224,93 @@ def test_every_rank_adds_in_the_order_of_the_ranks(pool: Pool, ranks: int) -> No
     assert all(torch.equal(direct, total) for direct, _ in found)
 
 
-def received(group: TPGroup, elements: int) -> list[str]:
+def how_it_went(group: TPGroup, elements: int) -> list[str]:
     with OpRecord() as record:
-        collectives.start_all_reduce(torch.ones(elements), group)()
+        total = collectives.start_all_reduce(torch.ones(elements), group)()
+    assert total.eq(group.size).all()
     return [name for name in record.names if name.startswith("c10d.")] + record.collectives
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_large_all_reduces_are_those_of_the_process_group(pool: Pool, ranks: int) -> None:
-    most, others = collectives.DIRECT_BYTES // 4 // (ranks - 1), ranks - 1
-    for small, large in zip(pool.run(ranks, received, most), pool.run(ranks, received, most + 1), strict=True):
-        assert small == ["c10d.recv_"] * others + ["c10d.send"] * others + ["all_reduce"]
+def test_tensors_too_large_for_a_slot_go_through_the_process_group(pool: Pool) -> None:
+    most = exchange.SLOT_BYTES // 4
+    for small, large in zip(pool.run(2, how_it_went, most), pool.run(2, how_it_went, most + 1), strict=True):
+        assert small == ["all_reduce"]
         assert large == ["c10d.allreduce_", "all_reduce"]
+
+
+def at_odds(group: TPGroup, call: str) -> None:
+    """Rank 1 does something else than the others."""
+    odd, x = group.rank == 1, torch.ones(6, 2)
+    if call == "shapes":
+        collectives.start_all_reduce(x[: 4 if odd else 6].clone(), group)()
+    elif odd:
+        collectives.start_reduce_scatter(x, group, [3, 3])()
+    else:
+        collectives.start_all_reduce(x, group)()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("shapes", r"rank 1 of 2 gives rank 0 32 bytes in all_reduce, which expects 48 bytes in all_reduce"),
+        ("kinds", r"rank 1 of 2 gives rank 0 24 bytes in reduce_scatter, which expects 48 bytes in all_reduce"),
+    ],
+)
+def test_ranks_at_odds_are_told(pool: Pool, call: str, told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        pool.run(2, at_odds, call)
+
+
+def many_under_way(group: TPGroup) -> bool:
+    """More than there are slots for, ended in an order of their own, while ranks come at different times."""
+    rank, n = group.rank, group.size
+    good = True
+    for turn in range(60):
+        if (turn + rank) % 7 == 0:
+            time.sleep(0.002)
+        xs = [torch.full((5, 3), float(turn * 10 + i + rank)) for i in range(4)]
+        pending = [collectives.start_reduce_scatter(x, group, [5] + [0] * (n - 1)) for x in xs[:2]]
+        pending += [collectives.start_all_reduce(x, group) for x in xs[2:]]
+        order = torch.randperm(4, generator=torch.Generator().manual_seed(turn)).tolist()
+        for i in order:
+            result, total = pending[i](), sum(float(turn * 10 + i + r) for r in range(n))
+            good &= bool(result.eq(total).all()) and result.shape[0] == (5 if i >= 2 or rank == 0 else 0)
+    return good
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_many_collectives_under_way(pool: Pool, ranks: int) -> None:
+    assert all(pool.run(ranks, many_under_way))
+
+
+def ends(group: TPGroup) -> None:
+    collectives.start_all_reduce(torch.ones(2), group)()
+    if group.rank == 1:
+        os._exit(3)
+    collectives.start_all_reduce(torch.ones(2), group)()
+
+
+def test_a_rank_that_ends_is_told_by_those_who_wait(pool: Pool) -> None:
+    with pytest.raises(
+        WorkerError, match=r"rank 0 raised(.|\n)*rank 0 waits for rank 1 in all_reduce, whose process has ended"
+    ):
+        pool.run(2, ends)
+
+
+def comes_late(group: TPGroup) -> None:
+    channel = exchange.channel(group)
+    assert channel is not None
+    if group.rank == 1:
+        time.sleep(1.5)
+    with mock.patch.object(channel, "timeout", 0.5):
+        collectives.start_all_reduce(torch.ones(2), group)()
+
+
+def test_a_rank_that_does_not_come_in_time_is_told(pool: Pool) -> None:
+    with pytest.raises(
+        WorkerError, match="rank 0: RuntimeError: rank 0 waited [01] s for rank 1 in all_reduce, which did not come"
+    ):
+        pool.run(2, comes_late)
 
 
 # --- a whole model

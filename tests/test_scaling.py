@@ -159,7 +159,7 @@ def test_a_step_is_seen_to_send_what_the_formula_says(pool: Pool, name: str, sp:
 
 
 def send(group: TPGroup) -> list[Any]:
-    """[what a rank sends of 12 numbers, kind by kind, by the ring's formula, by direct exchange, and in a replay]"""
+    """[what a rank sends of 12 numbers, kind by kind, by the ring's formula, through shared memory, and in a replay]"""
     x = torch.ones(12)
     recorders = [Recorder(group) for _ in range(3)]
     for recorder, how in zip(recorders, (own_collectives, nullcontext), strict=False):
@@ -167,7 +167,7 @@ def send(group: TPGroup) -> list[Any]:
             collectives.start_all_reduce(x.clone(), group)()
             collectives.start_reduce_scatter(x, group, [3] * 4)()
             collectives.all_gather(x[:3], group, [3] * 4)
-            collectives.all_to_all(x, group, given=[3] * 4, taken=[3] * 4)
+            collectives.all_to_all(x, group, given=[3] * 4, taken=[3] * 4, most=12)
     again = replay(recorders[0].collectives[:3], group, x.device)
     with recorders[2]:
         again()
@@ -182,7 +182,7 @@ def test_bytes_that_are_sent_and_sent_again(pool: Pool) -> None:
             ("all_gather", 48, 36.0),
             ("all_to_all", 48, 36.0),
         ]
-        assert direct == [("all_reduce", 48, 144.0), *ring[1:]]  # a small all-reduce sends the whole to each other rank
+        assert direct == [(kind, 48, 12.0 if kind == "all_gather" else 48.0) for kind, *_ in ring]  # what each writes
         assert again == direct[:3]
 
 

@@ -236,7 +236,7 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes again as operations on local tensors
-        kind = collective(func, args) or ""
+        kind = collective(func) or ""
         self.number += any(word in kind for word in ("reduce", "gather", "all_to_all", "alltoall"))
         return func(*args, **(kwargs or {}))
 
