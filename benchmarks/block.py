@@ -3,7 +3,8 @@
     python -m benchmarks.block                                                    one device
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.block             several ranks
 
-On one device the yardstick is the same block in plain torch.nn. On several it is a limit that no implementation of the same
+On one device the yardstick is the same block in plain torch.nn; besides, one so small that its arithmetic is nothing shows what
+Python costs. On several ranks it is a limit that no implementation of the same
 sharding can beat without overlapping the two: this rank's computation, run on all ranks at once with collectives that do
 nothing, plus the raw time of the necessary collectives back to back. Everything that is compared takes turns in one run (see
 timing.py), after a check that the results are equal. The table gives medians with their quartiles; ratios are taken round by
@@ -16,18 +17,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.plain import PlainBlock
+from benchmarks.program import pretended_group, run
 from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, command, header, measure, save, table
-from benchmarks.traffic import silent_collectives
+from benchmarks.traffic import replay, silent_collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
 from parallel.state import gather_state
+from parallel.traffic import Sent
 from tpblock import Block, Context, ModelConfig
 
 Step = Callable[[], object]
@@ -110,28 +113,21 @@ class Case:
         with silent_collectives():
             self.step()
 
-    def collectives(self) -> Step:
-        """The collectives that a step cannot do without, of zeros, one after the other.
+    def collectives(self) -> Callable[[], object]:
+        """The collectives that a step cannot do without, of zeros, one after the other, as the library sends them.
 
         Two sublayers, each with one all-reduce forward and one backward. Under sequence parallelism each gathers the tokens
         and reduce-scatters its output; backward gathers the incoming gradient and (not having kept it) the input, and
         reduce-scatters the input's gradient. The gradients of the two norms' weights are summed.
         """
-        whole = torch.zeros(self.size.tokens, self.size.dim, device=self.x.device)
-        if not self.sequence_parallel:
-            return lambda: [dist.all_reduce(whole) for _ in range(2 * (1 + 1))]
-        part = torch.zeros(self.x_local.shape, device=self.x.device)
-        norm = torch.zeros(self.size.dim, device=self.x.device)
-
-        def sequence() -> None:
-            for _ in range(2 * (1 + 2)):
-                dist.all_gather_single(whole, part)
-            for _ in range(2 * (1 + 1)):
-                dist.reduce_scatter_single(part, whole)
-            for _ in range(2):
-                dist.all_reduce(norm)
-
-        return sequence
+        whole, dtype = self.size.tokens * self.size.dim, self.x.dtype
+        gather, scatter, norm = (
+            Sent(kind, elements, dtype)
+            for kind, elements in (("all_gather", whole), ("reduce_scatter", whole), ("all_reduce", self.size.dim))
+        )
+        sums = [Sent("all_reduce", whole, dtype)] * (2 * 2)
+        sent = [gather] * (2 * 3) + [scatter] * (2 * 2) + [norm] * 2 if self.sequence_parallel else sums
+        return replay(sent, self.group, self.x.device)
 
 
 def check_equal(what: str, ours: Tensor, theirs: Tensor | None) -> None:
@@ -157,7 +153,22 @@ def one_rank(size: Size, ranks: Ranks, rounds: int, clock: Clock) -> Result:
         "torch.nn, ms": milliseconds(samples["torch.nn"]),
     }
     ratios = [ours / theirs for ours, theirs in zip(samples["tpblock"], samples["torch.nn"], strict=True)]
-    return Result(row | {"ratio (goal 1.03)": f"{Spread.of(ratios):.3f}"}, samples)
+    return Result(row | {"ratio (goal 1.00)": f"{Spread.of(ratios):.3f}"}, samples)
+
+
+def overhead(ranks: Ranks, rounds: int, clock: Clock) -> Result:
+    """What Python costs: a block so small that its arithmetic is nothing, alone and on two ranks that send nothing."""
+    size = Size(128, 1, 4, 100)
+    alone = Case(size, TPGroup(), ranks.device)
+    contenders: dict[str, Step] = {"torch.nn": alone.plain(), "one rank": alone.step}
+    with pretended_group(2) as group:
+        contenders["two ranks"] = Case(size, group, ranks.device).computation
+        samples = measure(contenders, ranks, rounds=rounds, steps=size.steps, clock=clock)
+    row = {"block": str(size)} | {f"{name}, ms": f"{Spread.of([1000 * s for s in samples[name]]):.3f}" for name in contenders}
+    for name in ("one rank", "two ranks"):
+        ratios = [ours / theirs for ours, theirs in zip(samples[name], samples["torch.nn"], strict=True)]
+        row[f"{name} / torch.nn"] = f"{Spread.of(ratios):.2f}"
+    return Result(row, samples)
 
 
 def against_limit(size: Size, sequence: bool, group: TPGroup, ranks: Ranks, rounds: int, clock: Clock) -> Result:
@@ -180,6 +191,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="how many ranks there must be (default: as many as torchrun started)")
     parser.add_argument("--rounds", type=int, default=15, help="how many rounds are kept")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: leave out what other programs take")
+    parser.add_argument(
+        "--transport", choices=["shared-memory", "gloo"], default="shared-memory", help="between CPUs of one machine"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -191,24 +205,31 @@ def main() -> None:
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    ranks, group, clock = Ranks(device), TPGroup.from_environment(), CLOCKS[options.clock]
+    ranks, clock = Ranks(device), CLOCKS[options.clock]
+    group = replace(TPGroup.from_environment(), shared_memory=options.transport == "shared-memory")
     about = header(command("benchmarks.block", world, sys.argv[1:]), device) | {
         "rounds": str(options.rounds),
         "clock": options.clock,
+        "transport": options.transport,
     }
     if world == 1:
-        results = [one_rank(size, ranks, options.rounds, clock) for size in ONE_RANK]
+        tables = [
+            [one_rank(size, ranks, options.rounds, clock) for size in ONE_RANK],
+            [overhead(ranks, options.rounds, clock)],
+        ]
     else:
         forms = [(size, sequence) for size in SEVERAL_RANKS for sequence in (False, True)]
-        results = [against_limit(*form, group, ranks, options.rounds, clock) for form in forms]
+        tables = [[against_limit(*form, group, ranks, options.rounds, clock) for form in forms]]
         dist.destroy_process_group()
     if group.rank > 0:
         return
     suffix = f"{world}-rank{'s' if world > 1 else ''}-{device.type}{'' if options.clock == 'wall' else '-processor-time'}"
-    text = table([result.row for result in results])
+    suffix += "-gloo" if options.transport == "gloo" else ""
+    text = "\n\n".join(table([result.row for result in results]) for results in tables)
     print(text)
-    save(f"block-{suffix}", TITLE, text, about, {result.row["block"]: result.samples for result in results})
+    samples = {result.row["block"]: result.samples for results in tables for result in results}
+    save(f"block-{suffix}", TITLE, text, about, samples)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

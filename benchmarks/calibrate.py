@@ -6,8 +6,8 @@
 
 For 1, 2, 4, ... up to all ranks started, with that many at work at the same time (see cost_model.py on contention): the three
 products of a linear and its gradients, attention forward and backward, what is bound by memory (with the library's own functions),
-launching a layer and a step with next to no work, and collectives from 1 KB to 16 MB, to which alpha + beta x bytes is fitted.
-All of them take turns, round by round, and medians count.
+launching a layer and a step with next to no work, and collectives from 1 KB to 16 MB one after the other, with nothing computed
+beside them, to which alpha + beta x bytes is fitted. All of them take turns, round by round, and medians count.
 
 --check: training steps of several models take turns with them, too, and are compared with what the rates predict.
 
@@ -29,13 +29,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cost_model import Collective, Link, Machine, Plan, Speeds, compute_seconds, dtype_name, predict
-from benchmarks.memory import pretended_group
-from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
-from benchmarks.rates import TINY, Calibration, Contenders, Scale
-from benchmarks.scaling_report import PHASES
+from benchmarks.program import (
+    device_bytes,
+    group_of,
+    parse,
+    pretended_group,
+    refuse,
+    run,
+    sizes_that_fit,
+    start,
+    tp_sizes,
+    without_out,
+)
+from benchmarks.rates import MESSAGES, TINY, Calibration, Contenders, Scale
 from benchmarks.timing import CLOCKS, RESULTS, Phases, Ranks, Spread, command, file_stem, header, measure, save, table
 from benchmarks.work import block_work
-from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, given_changes, model_name
+from benchmarks.workload import DTYPES, PHASES, Training, Workload, add_options, config_from, given_changes, model_name
 from parallel.group import TPGroup, single_device
 from tpblock import Block, Context, ModelConfig
 
@@ -64,23 +73,19 @@ def machine_of(
         rounds = 2 * (ranks - 1)
         node = Link(latency=one.seconds / rounds, bandwidth=rounds / ranks / max(one.seconds_per_byte, 1e-15))
     gpu = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory() // world
     return Machine(
         name=torch.cuda.get_device_name(device) if gpu else f"CPU, {os.cpu_count()} cores",
         sources={"all rates": "measured by benchmarks.calibrate"},
         peak={name: max(rate for _, rate in speeds[1].matrix[name])},
-        memory_bytes=memory,
+        memory_bytes=device_bytes(device.type) // (1 if gpu else world),
         devices_per_node=world,
         asynchronous=gpu,
         shared=not gpu,
         speeds=dict(speeds),
         collectives=dict(fitted),
+        largest_collective=MESSAGES[-1] if fitted else None,
         node=node,
     )
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def rates(machine: Machine) -> str:
@@ -264,4 +269,4 @@ def calibrate(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,9 +5,10 @@
     python -m benchmarks.compare --sizes latency --peers megatron --megatron-python OTHER/bin/python
 
 The peers as they are on the package index: torch DTensor's best plan, transformers' tp_plan, Megatron-Core (as it is, and with
-torch's SDPA for its attention), and DeepSpeed AutoTP; besides, our own parallel block against our sequential one. Each runs in
-processes of its own, which are started once and take turns by command: in each round ours and a peer's follow each other, in an
-order that alternates. The ratio is ours over theirs, taken round by round: its median with a 95% bootstrap confidence interval.
+torch's SDPA for its attention), and DeepSpeed AutoTP; besides, our own parallel block against our sequential one, and ours against
+ours over gloo. Each runs in processes of its own, which are started once and take turns by command: in each round ours and a
+peer's follow each other, in an order that alternates. The ratio is ours over theirs, taken round by round: its median with a 95%
+bootstrap confidence interval.
 
 Megatron-Core is part of the extra on Python 3.11. It may be in an environment of its own instead, which ``--megatron-python``
 names: ``python3.11 -m venv OTHER && OTHER/bin/pip install torch==2.13.0 megatron-core==0.16.1``.
@@ -21,6 +22,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -35,7 +37,7 @@ from benchmarks import plots
 from benchmarks.peers.common import PASSES, Case
 from benchmarks.peers.remote import FailedError, Remote, UnsupportedError
 from benchmarks.program import without_out
-from benchmarks.timing import CLOCKS, RESULTS, Spread, command, file_stem, header, save, table
+from benchmarks.timing import CLOCKS, RESULTS, Interval, Spread, command, file_stem, header, save, table
 
 OURS = "tpblock"
 SIZES = {"latency": (256, 1, 64), "middle": (512, 1, 512), "compute": (1024, 4, 512), "large": (2048, 4, 512)}
@@ -44,13 +46,20 @@ BOUNDS = {"latency": 0, "middle": 1, "compute": 2, "large": 2}
 OTHERS = (0.60, 0.80, 0.92)
 GOALS = {"megatron": (0.85, 0.92, 0.97), "dtensor": OTHERS, "transformers": OTHERS, "autotp": OTHERS}
 """Ratios of forward and backward at two ranks to be reached, where bound by latency, in the middle, bound by computing."""
-PEERS = ("dtensor", "transformers", "autotp", "megatron", "megatron-sdpa", "megatron-fused", "parallel")
+PEERS = ("dtensor", "transformers", "autotp", "megatron", "megatron-sdpa", "megatron-fused", "parallel", "gloo")
 DEFAULT_PEERS = ",".join(peer for peer in PEERS if peer != "megatron-fused")
 TURN, MOST_STEPS = 0.1, 200
 """So many seconds a turn lasts about, in steps of which there are at most so many."""
 FEWEST = 10
 TOLERANCE = 1e-4
 TITLE = "This library and its peers"
+LONGEST_NAME = 60
+"""Characters of a file's name that say what was compared; hardware, versions and commit follow."""
+EXPLAINED = """\
+Ratios are ours over the peer's, below 1 where ours is faster. Collectives: of a forward and backward, if eager.
+
+Eager code of ours exchanges through shared memory between ranks on one machine; every peer goes through gloo. `gloo` is ours over
+gloo, too: that ratio is what the transport alone makes. Compiled code of ours goes through gloo."""
 
 Start = Callable[[str], Remote]
 """Makes a contender of a name, not yet running."""
@@ -92,10 +101,10 @@ class Row:
 
     @property
     def label(self) -> str:
-        return f"{self.named}, {self.run}, {self.peer}"
+        return f"{self.named}, {PASSES[self.run]}, {self.peer}"
 
     @property
-    def ratio(self) -> Spread:
+    def ratio(self) -> Interval:
         """The median of the rounds' ratios in its 95% confidence interval."""
         return interval([a / b for a, b in zip(self.ours, self.theirs, strict=True)])
 
@@ -104,39 +113,38 @@ class Row:
         sent = ["-" if number is None else str(number) for number in self.collectives]
         return {
             "case": str(self.named),
-            "pass": self.run,
+            "pass": PASSES[self.run],
             "peer": self.peer,
             "ours, ms": f"{ours:.2f}",
             "peer, ms": f"{theirs:.2f}",
             "ratio (95% CI)": f"**{self.ratio.median:.3f}** ({self.ratio.low:.3f} to {self.ratio.high:.3f})",
             "goal": "" if self.goal is None else f"{self.goal:.2f}",
+            "rounds": str(len(self.ours)),
             "collectives, ours; peer": "; ".join(sent),
         }
 
 
 @dataclass
 class Report:
-    """What came of a run. ``notes``: why a line of the table is missing; ``mismatches`` are errors."""
+    """What came of a run. ``notes``: why a line of the table is missing; ``mismatches``: errors; ``versions``: by contender."""
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
-    versions: dict[str, None] = field(default_factory=dict)
+    versions: dict[str, list[str]] = field(default_factory=dict)
 
     def text(self) -> str:
         parts = [table([row.cells() for row in self.rows])] if self.rows else []
-        parts.append(
-            "Ratios are ours over the peer's, below 1 where ours is faster. Collectives: of a forward and backward, if eager."
-        )
+        parts.append(EXPLAINED)
         notes = [*(f"MISMATCH: {text}" for text in self.mismatches), *dict.fromkeys(self.notes)]
         return "\n\n".join(parts + (["Notes:\n\n" + "\n".join(f"- {note}" for note in notes)] if notes else []))
 
 
-def interval(sample: Sequence[float], resamples: int = 10_000) -> Spread:
+def interval(sample: Sequence[float], resamples: int = 10_000) -> Interval:
     """The median of a sample in its 95% confidence interval, by the percentile bootstrap."""
     drawn = numpy.random.default_rng(0).choice(numpy.asarray(sample), (resamples, len(sample)))
     low, high = numpy.percentile(numpy.median(drawn, axis=1), [2.5, 97.5])
-    return Spread(float(numpy.median(sample)), float(low), float(high))
+    return Interval(float(numpy.median(sample)), float(low), float(high))
 
 
 def mismatch(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> str | None:
@@ -150,8 +158,11 @@ def mismatch(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[
 
 
 def pair(peer: str) -> tuple[str, str]:
-    """The contenders whose ratio is asked for. "parallel": our parallel block over our sequential one."""
-    return ("tpblock-parallel", OURS) if peer == "parallel" else (OURS, peer)
+    """The contenders whose ratio is asked for. "parallel": our parallel block over our sequential one; "gloo": ours over ours
+    without shared memory."""
+    if peer == "parallel":
+        return "tpblock-parallel", OURS
+    return OURS, "tpblock-gloo" if peer == "gloo" else peer
 
 
 def take_turns(contenders: Sequence[Remote], run: str, turns: Turns) -> tuple[list[float], list[float]]:
@@ -183,8 +194,8 @@ def versus(
             try:
                 checks = []
                 for contender in reversed(contenders):  # the peer may not be able to
-                    versions = contender.ask(do="build", case=asdict(named.case))[0]
-                    report.versions |= dict.fromkeys(versions)
+                    report.versions[contender.name] = contender.ask(do="build", case=asdict(named.case))[0]
+                note_other_torch(peer, [report.versions[contender.name][0] for contender in contenders], report)
                 for contender in contenders:
                     checks.append(contender.ask(do="check")[0])
                 difference = mismatch(*(check["numbers"] for check in checks)) if peer != "parallel" else None
@@ -204,6 +215,13 @@ def versus(
         for contender in contenders:
             if contender is not ours:
                 contender.stop()
+
+
+def note_other_torch(peer: str, versions: Sequence[str], report: Report) -> None:
+    """Says if the second contender has another torch: Megatron-Core may run in an environment of its own."""
+    ours, theirs = versions
+    if theirs != ours:
+        report.notes.append(f"{peer} runs on {theirs}, ours on {ours}.")
 
 
 def _told(named: Named) -> str:
@@ -257,7 +275,7 @@ def listed(choices: Sequence[str]) -> Callable[[str], list[str]]:
 SWITCH = {"off": [False], "on": [True], "both": [False, True]}
 
 
-def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
         description=str(__doc__).split("\n")[0],
@@ -266,8 +284,9 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     parser.add_argument("--peers", type=listed(PEERS), default=DEFAULT_PEERS, help=f"of {', '.join(PEERS)}")
     parser.add_argument("--sizes", type=listed(list(SIZES)), default="latency,middle,compute", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--what", type=listed(["block", "model"]), default="block,model", help="of block, model")
+    passes = "; ".join(f"{name}: {told}" for name, told in PASSES.items() if name != told)
     parser.add_argument(
-        "--passes", type=listed(PASSES), default=",".join(PASSES), help="forward only; backward: both; step: all"
+        "--passes", type=listed(list(PASSES)), default=",".join(PASSES), help=f"of {', '.join(PASSES)}; {passes}"
     )
     parser.add_argument("--sequence-parallel", choices=SWITCH, default="both", help="default: both")
     parser.add_argument("--compile", choices=SWITCH, default="both", help="torch.compile (default: both, eager and compiled)")
@@ -278,7 +297,13 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     parser.add_argument(
         "--line-seconds", type=float, default=120.0, metavar="S", help=f"after which {FEWEST} rounds are enough (default: 120)"
     )
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: leave out waiting and other programs")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="processor: of one rank, or on a shared machine: leaves out other programs and sleep, but not the moment for which "
+        "ranks that wait spin",
+    )
     parser.add_argument(
         "--megatron-python",
         metavar="PATH",
@@ -286,6 +311,11 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
         help="an interpreter that has megatron-core (default: this)",
     )
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the results go")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.warmup < 1 or options.rounds < 1:
         parser.error("--rounds and --warmup are at least 1")
@@ -311,15 +341,28 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     finally:
         ours.stop()
     order = {str(named): i for i, named in enumerate(cases)}
-    report.rows.sort(key=lambda row: (order[str(row.named)], PASSES.index(row.run)))
-    about |= {"rounds": str(options.rounds)} | ({"peers": ", ".join(report.versions)} if report.versions else {})
-    clock = [] if options.clock == "wall" else [f"{options.clock} time"]
-    peers = options.peers if options.peers != DEFAULT_PEERS.split(",") else []
-    stem = file_stem("compare", *peers, *options.what, *options.sizes, f"{options.ranks} ranks", *clock, device=device)
+    report.rows.sort(key=lambda row: (order[str(row.named)], list(PASSES).index(row.run)))
+    about |= {"rounds": f"{options.rounds} at most"}
+    about |= {f"versions of {name}": ", ".join(versions) for name, versions in report.versions.items()}
+    stem = file_stem("compare", f"{options.ranks} ranks", name_of_run(options, parser), device=device)
     print(write(report, about, stem, options.out))
     for text in report.mismatches:
         print(f"error: {text}", file=sys.stderr)
     return 1 if report.mismatches else 0
+
+
+def name_of_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """What was asked for beside the defaults, so that no run overwrites another's files: too long a name ends in a checksum."""
+    names = {"peers": "", "what": "", "sizes": "", "passes": "", "sequence_parallel": "sp ", "compile": "compile "}
+    names |= {"layers": "layers ", "clock": ""}
+    told = []
+    for option, prefix in names.items():
+        value, default = getattr(options, option), parser.get_default(option)
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        if text != str(default):
+            told.append(f"{prefix}{text}")
+    name = " ".join(told)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]} {zlib.crc32(name.encode()):08x}"
 
 
 def without_paths(arguments: Sequence[str]) -> list[str]:

@@ -13,14 +13,18 @@ longer of the two counts. Where a published bandwidth alone is known (kind "any"
 need.
 
 Contention. On a CPU the ranks share cores, caches and memory channels. No factor is assumed for that: all rates of a calibration
-are measured with N ranks at work at the same time, for each N (``Machine.speeds``), and collectives between ranks that compute on
-the same cores. So the model has no answer for more ranks than were measured (``shared``). GPUs do not share: rates of the largest
-N measured hold for all beyond. What is not modelled: other programs, ranks waiting for one slow rank, clocks that fall with heat.
+are measured with N ranks at work at the same time, for each N (``Machine.speeds``). So the model has no answer for more ranks than
+were measured (``shared``). GPUs do not share: rates of the largest N measured hold for all beyond. Collectives are measured between
+ranks that do nothing else. What is not modelled: other programs, ranks waiting for one slow rank, clocks that fall with heat.
 
 Overlap. ``Speeds.overlap`` is the share of the shorter that vanishes when a collective and a product run at once. It applies to the
 input gradient's sum beside the weight gradient, and to the collectives of data parallelism beside the backward of the last micro-
 batch (DistributedDataParallel) or beside forward and backward (FSDP2), apart from the first gather. Tensor- and data-parallel
 collectives are taken not to slow each other.
+
+The line of a collective holds up to the largest that was measured (``Machine.largest_collective``). On a CPU those above
+parallel.shared_memory.SLOT_BYTES (32 MiB) go through gloo, so that it must not be trusted there: ``Prediction.beyond`` is the
+largest of a step that lies beyond.
 
 Collectives between ranks that were not measured follow the ring: an all-reduce of n ranks takes 2 (n - 1) steps of ``latency`` and
 sends 2 (n - 1)/n of the tensor over the slowest link, an all-gather or a reduce-scatter half of both. A group over several nodes
@@ -43,10 +47,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from benchmarks.flops import Shares, training_flops
 from benchmarks.memory_formula import LOSS_CHUNK, Bytes, parameter_sizes, training_bytes
-from benchmarks.scaling_report import PHASES
 from benchmarks.timing import Throughput
 from benchmarks.work import Phase, step_work
-from benchmarks.workload import Workload
+from benchmarks.workload import PHASES, Workload
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -115,10 +118,11 @@ class Machine(Model):
     """The devices, and how they are connected.
 
     Attributes:
-        peak: by dtype, operations a second that utilisation refers to.
+        peak: by dtype, operations a second that the MFU refers to.
         memory_bytes: of a device.
         speeds: by the number of ranks at work at the same time.
         collectives: measured ones by number of ranks and kind.
+        largest_collective: bytes of the largest of them; None: not known, as of a data sheet.
         node, network: links within a node and between nodes; None: not known.
         shared: the ranks share cores, and nothing is known of more of them than were measured.
     """
@@ -132,6 +136,7 @@ class Machine(Model):
     shared: bool
     speeds: dict[int, Speeds]
     collectives: dict[int, dict[str, Collective]] = {}
+    largest_collective: Positive | None = None
     node: Link | None = None
     network: Link | None = None
 
@@ -295,7 +300,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step. ``seconds`` by phase, ``data``: seconds that data parallelism's collectives add; ``held``: bytes of a rank."""
+    """A step. ``seconds`` by phase, ``data``: seconds that data parallelism's collectives add; ``held``: bytes of a rank;
+    ``beyond``: bytes of the largest collective, if the CPUs were measured with smaller ones only, else zero."""
 
     plan: Plan
     micro_batches: int
@@ -307,6 +313,7 @@ class Prediction:
     held: Bytes
     working: int
     usable: float
+    beyond: float
 
     @property
     def compute(self) -> float:
@@ -326,8 +333,8 @@ class Prediction:
         return Throughput(self.tokens, self.tokens, self.step, self.plan.devices)
 
     @property
-    def utilisation(self) -> float:
-        """Of the peak, by the operations that the model needs (recomputation left out)."""
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of the peak, by the operations that the model needs (recomputation left out)."""
         return self.model_flops / (self.step * self.plan.devices * self.peak)
 
     @property
@@ -378,7 +385,28 @@ def predict(workload: Workload, plan: Plan, machine: Machine, usable: float = 0.
         held=held,
         working=_working(small, plan, machine),
         usable=usable * machine.memory_bytes,
+        beyond=_beyond(small, plan, machine, work),
     )
+
+
+def _beyond(small: Workload, plan: Plan, machine: Machine, work: Mapping[str, Phase]) -> float:
+    """Bytes of the largest collective, if it is larger than those that CPUs were measured with."""
+    sizes = [float(send.what.bytes) for phase in work.values() for send in phase.sent]
+    if plan.dp > 1:
+        block, rest = _gathered(small, plan.tp)
+        wide = max(small.dtype.itemsize, 4)
+        sizes.append(_bucket(small, plan.tp)[1] * wide if plan.engine == "ddp" else float(max(block, rest) * wide))
+    most = max(sizes, default=0.0)
+    known = machine.largest_collective
+    return most if machine.shared and known is not None and most > known else 0.0
+
+
+def _bucket(small: Workload, tp: int) -> tuple[int, float]:
+    """How many buckets of gradients DistributedDataParallel sends, and the numbers in each."""
+    block, rest = _gathered(small, tp)
+    numbers = small.config.layers * block + rest
+    buckets = -(-numbers * small.dtype.itemsize // BUCKET)
+    return buckets, numbers / buckets
 
 
 def _shared(update: Phase, replicas: int) -> Phase:
@@ -439,11 +467,9 @@ def _data_seconds(small: Workload, plan: Plan, micro_batches: int, machine: Mach
     block, rest = _gathered(small, plan.tp)
     layers = small.config.layers
     if plan.engine == "ddp":
-        numbers = layers * block + rest
-        buckets = -(-numbers * e // BUCKET)
-        reduced = buckets * sent("all_reduce", numbers / buckets, wide)
-        last = sent("all_reduce", numbers / buckets, wide)  # the last bucket is full when backward is over
-        return max(last, reduced - backward)
+        buckets, numbers = _bucket(small, plan.tp)
+        last = sent("all_reduce", numbers, wide)  # the last bucket is full when backward is over
+        return max(last, buckets * last - backward)
     gather, first = layers * sent("all_gather", block, e), sent("all_gather", rest, e)
     reduced = layers * sent("reduce_scatter", block, wide) + sent("reduce_scatter", rest, wide)
     before = micro_batches * max(0.0, gather - forward) + first

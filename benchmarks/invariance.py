@@ -22,9 +22,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.block import Size, check_equal, milliseconds
+from benchmarks.meter import meter
+from benchmarks.program import run
 from benchmarks.timing import CLOCKS, Ranks, Spread, header, measure, save, table
 from benchmarks.traffic import Traffic
 from parallel import collectives
@@ -88,11 +89,10 @@ class Contender:
         return Traffic.of(recorder.collectives).sent
 
     def peak_memory(self) -> float:
-        """Bytes of all tensors that are alive at the worst moment of a step, as torch's own tracker counts them."""
-        with MemTracker() as tracker:
+        """Bytes of all tensors that a step makes and that are alive at its worst moment."""
+        with meter(self.x.device) as used:
             self.step()
-        peak = tracker.get_tracker_snapshot("peak")
-        return float(sum(kinds["Total"] for kinds in peak.values()))
+        return float(used.peak)
 
 
 def compare(size: Size, group: TPGroup, ranks: Ranks, sequence: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -160,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

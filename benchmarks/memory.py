@@ -19,22 +19,20 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import plots
 from benchmarks.memory_formula import Bytes, peak_bytes, training_bytes
 from benchmarks.meter import held_bytes, meter
-from benchmarks.program import group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
+from benchmarks.program import group_of, parse, pretended_group, refuse, run, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.timing import RESULTS, command, file_stem, header, save, table
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
-from parallel.group import TPGroup, single_device
+from parallel.group import TPGroup
 
 LETTING_GO = 0.2
 """Seconds after which the thread that sends has surely let go of the tensors that it sent."""
@@ -82,20 +80,6 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
     formula = training_bytes(workload, group.rank, group.size, fused_norm=fused_norm)
     peak = peak_bytes(workload, group.rank, group.size, fused_norm=fused_norm)
     return Measured(group.rank, group.size, measured, formula, training.peak_bytes(), peak)
-
-
-@contextmanager
-def pretended_group(size: int, rank: int = 0) -> Iterator[TPGroup]:
-    """A rank of a group whose other ranks do not exist and whose collectives send nothing. No other process group may exist."""
-    if size == 1:
-        yield single_device()
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        assert dist.group.WORLD is not None
-        yield TPGroup.from_process_group(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
 
 
 def variants(workload: Workload, size: int) -> list[Workload]:
@@ -224,4 +208,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

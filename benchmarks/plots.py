@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot
 
-from benchmarks.timing import Spread
+from benchmarks.timing import Interval, Spread
 
 if TYPE_CHECKING:
     from benchmarks.cost_model import Prediction
@@ -83,14 +83,14 @@ def memory(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def ratios(bars: Sequence[tuple[str, Spread, float | None]], title: str, path: Path) -> None:
+def ratios(bars: Sequence[tuple[str, Interval, float | None]], title: str, path: Path) -> None:
     """One horizontal bar a ratio with its confidence interval, a line at 1, and a mark at the goal where there is one."""
     figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.25 * len(bars)), layout="constrained")
     places = list(range(len(bars)))
-    spreads = [spread for _, spread, _ in bars]
-    around = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-    colours = [COLOURS["optimizer"] if s.high < 1 else COLOURS["exposed"] if s.low > 1 else "#bbbbbb" for s in spreads]
-    axes.barh(places, [s.median for s in spreads], xerr=around, capsize=2, color=colours)
+    found = [interval for _, interval, _ in bars]
+    around = [[s.median - s.low for s in found], [s.high - s.median for s in found]]
+    colours = [COLOURS["optimizer"] if s.high < 1 else COLOURS["exposed"] if s.low > 1 else "#bbbbbb" for s in found]
+    axes.barh(places, [s.median for s in found], xerr=around, capsize=2, color=colours)
     goals = [(goal, place) for place, (_, _, goal) in zip(places, bars, strict=True) if goal is not None]
     if goals:
         x, y = zip(*goals, strict=True)

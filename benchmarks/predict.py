@@ -10,7 +10,9 @@ activation checkpointing (shown as recompute) and the size of micro-batches are 
 settles them: shown is the fastest that fits for each TP x DP and engine, or if none fits the smallest. cost_model.py has the
 arithmetic.
 
-Memory is that of memory_formula.py, without fragments: 0.9 of a device counts as usable. AdamW keeps its two numbers in the
+Memory is an upper sum: parameters, gradients, optimizer and activations of memory_formula.py as if a moment held them all, and what
+is computed with (it is not that formula's peak, which is for one batch a step). Fragments are left out: 0.9 of a device counts as
+usable. On a calibrated CPU collectives larger than the largest measured are noted. AdamW keeps its two numbers in the
 parameters' dtype, as launch.train does with ddp and fsdp2; --master-weights: in float32, with a float32 copy of the parameters.
 """
 
@@ -29,6 +31,7 @@ from benchmarks.data_sheets import SHEETS, machine
 from benchmarks.program import refuse, sizes_that_fit, tp_sizes, without_out
 from benchmarks.timing import RESULTS, command, commit, save, table
 from benchmarks.workload import DTYPES, Workload
+from parallel.shared_memory import SLOT_BYTES
 from tpblock import PRESETS, CheckpointError, ModelConfig, preset
 from tpblock.formats.checkpoint import read_config
 
@@ -110,6 +113,12 @@ def plans(workload: Workload, gpus: int, on: Machine, options: argparse.Namespac
         for engine in ENGINES if options.engine is None else (options.engine,):
             if dp > 1 or engine == "ddp" or options.engine is not None:
                 rows.append(best(list(choices(workload, tp, dp, engine, on, options))))
+    beyond = max((found.beyond for found, _ in rows), default=0.0)
+    if beyond:
+        notes.append(
+            f"Collectives of up to {beyond / 1e6:.1f} MB; {(on.largest_collective or 0) / 1e6:.1f} MB is the largest measured: "
+            f"do not trust their seconds. Above {SLOT_BYTES / 1e6:.1f} MB they go through gloo instead of shared memory."
+        )
     if not rows:
         raise ValueError(f"nothing runs on {gpus} GPUs. {' '.join(notes)}")
     return rows, notes
@@ -138,7 +147,7 @@ def row_of(choice: Choice, chosen: Choice) -> dict[str, str]:
         "exposed TP, s": f"{found.exposed:.3f}",
         "exposed DP, s": f"{found.data:.3f}",
         "tokens/s a GPU": f"{found.throughput.raw_per_second_and_device:,.0f}",
-        "MFU, %": f"{100 * found.utilisation:.1f}",
+        "MFU, %": f"{100 * found.mfu:.1f}",
         "memory, GB": gigabytes if found.fits else f"does not fit: {gigabytes}",
     }
 
@@ -260,7 +269,7 @@ def as_json(choice: Choice) -> dict[str, object]:
         "seconds": {name: vars(seconds) for name, seconds in found.seconds.items()},
         "data_parallel_seconds": found.data,
         "tokens_per_second": found.throughput.raw_per_second,
-        "utilisation": found.utilisation,
+        "mfu": found.mfu,
         "bytes": {**vars(found.held), "working": found.working, "usable": found.usable},
         "fits": found.fits,
     }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.group import TPGroup, single_device
 from tpblock import Decoder, ModelConfig
@@ -91,3 +92,26 @@ def group_of(size: int, world: int) -> TPGroup | None:
     assert dist.group.WORLD is not None
     ranks = dist.group.WORLD if size == world else dist.new_group(list(range(size)), timeout=IDLE)
     return TPGroup.from_process_group(ranks) if dist.get_rank() < size else None
+
+
+@contextmanager
+def pretended_group(size: int, rank: int = 0) -> Iterator[TPGroup]:
+    """A rank of a group whose other ranks do not exist and whose collectives send nothing. No other process group may exist."""
+    if size == 1:
+        yield single_device()
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        assert dist.group.WORLD is not None
+        yield TPGroup.from_process_group(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a program, and ends a rank's process at once: gloo's threads abort it now and then while Python ends."""
+    main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,4 +1,8 @@
-"""What benchmarks.calibrate measures: the contenders of one number of ranks, and what their seconds say about the machine."""
+"""What benchmarks.calibrate measures: the contenders of one number of ranks, and what their seconds say about the machine.
+
+Collectives are timed one after the other by ranks that do nothing else. On CPUs of one machine they go through memory that they
+share, but above parallel.shared_memory.SLOT_BYTES through gloo, which no line fitted to smaller ones knows.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.cost_model import Collective, Launch, Speeds, dtype_name, fit
-from benchmarks.scaling import silently
-from benchmarks.scaling_report import PHASES
 from benchmarks.timing import Phases, Spread
 from benchmarks.work import Attention, Product
-from benchmarks.workload import Training, Workload
+from benchmarks.workload import PHASES, Training, Workload, silently
 from parallel import collectives
 from parallel.cross_entropy import TokenLoss
 from parallel.group import TPGroup, single_device
@@ -28,7 +30,7 @@ from tpblock.rope import apply_rotary, rotary_tables
 
 Contenders = dict[str, Callable[[], object] | Phases]
 MESSAGES = [2**n for n in range(10, 25, 2)]
-"""Bytes of the tensors that are sent, 1 KB to 16 MB."""
+"""Bytes of the tensors that are sent, 1 KB to 16 MB: all of them below SLOT_BYTES."""
 BESIDE = 2**18
 """Numbers in float32 that are summed while a product is computed."""
 HEAD = 64

@@ -12,7 +12,7 @@ For each size these take turns (see timing.py):
   between;
 * its computation: the same phases with collectives that do nothing;
 * its collectives alone: those that a step was seen to run, one after the other;
-* a matrix product, the yardstick of utilisation unless --peak-tflops gives one.
+* a matrix product, the yardstick of the MFU (model FLOPs utilisation) unless --peak-tflops gives one.
 
 Communication is *exposed* where the step in phases takes longer than its computation (this includes waiting for the slowest
 rank), and *hidden* is what the collectives alone take beyond that. Either may be slightly negative by noise; hidden is below
@@ -38,11 +38,11 @@ import torch.distributed as dist
 from benchmarks import plots
 from benchmarks.flops import training_flops
 from benchmarks.memory_formula import peak_bytes
-from benchmarks.program import device_bytes, group_of, parse, refuse, sizes_that_fit, start, tp_sizes, without_out
-from benchmarks.scaling_report import PHASES, Result, as_json, report
+from benchmarks.program import device_bytes, group_of, parse, refuse, run, sizes_that_fit, start, tp_sizes, without_out
+from benchmarks.scaling_report import Result, as_json, report
 from benchmarks.timing import RESULTS, Phases, Ranks, command, file_stem, header, measure, save
-from benchmarks.traffic import replay, silent_collectives
-from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
+from benchmarks.traffic import replay
+from benchmarks.workload import DTYPES, PHASES, Training, Workload, add_options, config_from, model_name, silently
 from parallel.traffic import Recorder, Sent
 
 
@@ -80,14 +80,6 @@ def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) ->
     )
 
 
-def silently(run: Callable[[], None]) -> Callable[[], None]:
-    def silent() -> None:
-        with silent_collectives():
-            run()
-
-    return silent
-
-
 def count_traffic(training: Training) -> dict[str, list[Sent]]:
     """Each phase's collectives of one step."""
     traffic = {}
@@ -113,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds that are kept (default: 7)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="rounds before them that are dropped (default: 2)")
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="of a device, for the utilisation (default: measured)")
+    parser.add_argument("--peak-tflops", type=float, metavar="X", help="of a device, for the MFU (default: measured)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
     add_options(parser)
@@ -216,4 +208,4 @@ def describe(options: argparse.Namespace, line: str, device: torch.device) -> di
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

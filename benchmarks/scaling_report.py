@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.timing import Spread, Throughput, strong_scaling_efficiency, table, weak_scaling_efficiency
 from benchmarks.traffic import Traffic, by_size
+from benchmarks.workload import PHASES
 from parallel.traffic import Sent
-
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def time_row(result: Result, one: Result | None, weak: bool, peak_tflops: float 
         "tokens/s a device": f"{rate.raw_per_second_and_device:,.0f}",
         "TFLOP/s a device": f"{result.tflops_a_device:.3f}",
         "peak TFLOP/s": f"{peak:.3f}",
-        "utilisation, %": f"{100 * result.tflops_a_device / peak:.1f}",
+        "MFU, %": f"{100 * result.tflops_a_device / peak:.1f}",
         "efficiency t1/tN" if weak else "efficiency t1/(N tN)": efficiency,
     }
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,9 @@ RESULTS = Path(__file__).parent / "results"
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
-"""processor: the time that the threads of this process computed, without that in which they waited or other programs had the
-processor. For a machine that is shared; it does not see one rank wait for another."""
+"""processor: the time that the threads of this process computed, without that in which they slept or other programs had the
+processor. Ranks that wait for each other spin for a moment before they sleep, which counts; the rest of their waiting does not.
+For one rank, or for a machine that is shared, knowing that."""
 
 
 class Ranks:
@@ -121,6 +123,14 @@ class Spread:
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
+
+class Interval(NamedTuple):
+    """A value, and the ends of its 95% confidence interval."""
+
+    median: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)

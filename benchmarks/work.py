@@ -16,7 +16,8 @@ number, and q, k, f, v the rank's rows as in flops.py. Passes count what must be
 An implementation of several kernels passes more often: its measured rate is then so much lower (see calibrate.py).
 
 A collective may have a product that it does not wait for: the input gradient's sum runs while the weight gradient is computed.
-The collectives are the ones that benchmarks.traffic sees in a real step, which a test compares.
+The collectives are the ones that benchmarks.traffic sees in a real step, which a test compares. Under sequence parallelism their
+tensors are padded to the longest share, as on GPUs and between machines; CPUs of one machine share memory, where nothing is padded.
 """
 
 from __future__ import annotations

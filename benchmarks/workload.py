@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.meter import held_bytes, meter
+from benchmarks.traffic import silent_collectives
 from parallel.gradients import clip_grad_norm_
 from parallel.group import TPGroup
 from tpblock import PRESETS, Activation, Decoder, ModelConfig, Norm, Placement, preset
 
 IGNORED = -100
 """The label of a token that does not count in the loss."""
+PHASES = ("forward", "backward", "optimizer")
+"""Those of a training step, in their order."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SIZES = {"vocab_size": 4096, "dim": 512, "layers": 4, "heads": 8}
 """Those of the model without --preset, where the command line gives no others."""
@@ -141,7 +144,7 @@ class Training:
     @property
     def phases(self) -> dict[str, Callable[[], None]]:
         """The phases of a step, to be called in this order."""
-        return {"forward": self.forward, "backward": self.backward, "optimizer": self.update}
+        return dict(zip(PHASES, (self.forward, self.backward, self.update), strict=True))
 
     def forward(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -173,3 +176,13 @@ class Training:
         self.forward()
         self.backward()
         self.update()
+
+
+def silently(run: Callable[[], None]) -> Callable[[], None]:
+    """The same with collectives that do nothing."""
+
+    def silent() -> None:
+        with silent_collectives():
+            run()
+
+    return silent

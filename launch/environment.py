@@ -230,7 +230,7 @@ def parse(
             if isinstance(stop, UserError):
                 _say(f"error: {_one_line(stop)}")
             if rank > 0 and stop.code:
-                _linger(30)
+                _linger(10)
             raise SystemExit(stop.code) from None
 
 
@@ -259,7 +259,7 @@ def launch(program: Callable[[Environment], None], options: Options, name: str) 
             handler.record_exception(error)
             _say(f"error: {_one_line(error)}")
         else:
-            _linger(30)
+            _linger(10)
         _exit(error.code)
     except KeyboardInterrupt:
         _exit(130)

@@ -1,9 +1,10 @@
 """Raw collectives over a TPGroup. No autograd here: see regions.py for the differentiable pairs.
 
-All overlap with what follows until they are waited for. Under torch.compile they go through torch's functional collectives, which
-it can trace. Those wrap each call in autograd formulas written in Python, so that in eager code the ``start_*`` functions, on which
-a block waits, call the process group itself; or, between CPUs of one machine, exchange through shared memory (exchange.py). None
-writes to a tensor that the caller did not hand over: a buffer that the caller has just made and owns is written "owned" below.
+Each is begun and then waited for. Under torch.compile they go through torch's functional collectives, which it can trace. Those
+wrap each call in autograd formulas written in Python, so that in eager code the ``start_*`` functions, on which a block waits, call
+the process group itself; or, between CPUs of one machine, shared_memory.py. What the process group carries overlaps with what
+follows; in shared memory the copy is made at the beginning, and the sum at the end. None writes to a tensor that the caller did not
+hand over: a buffer that the caller has just made and owns is written "owned" below.
 
 Uneven token counts (``counts``, one a rank) are padded to the largest on the wire and trimmed on arrival, nowhere else (and not at
 all in shared memory).
@@ -19,19 +20,21 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from parallel import exchange
-from parallel.exchange import Pending
+from parallel import shared_memory
 from parallel.group import TPGroup
+from parallel.shared_memory import Pending
 
 _ops = torch.ops._c10d_functional
 _SUM = dist.ReduceScatterOptions()
 
 
-def _shared(device: torch.device, most: int, group: TPGroup) -> exchange.Channel | None:
+def _shared(device: torch.device, most: int, group: TPGroup) -> shared_memory.Channel | None:
     """The memory through which the ranks exchange tensors of at most so many bytes each; None if they do not."""
-    if torch.compiler.is_compiling() or device.type != "cpu" or not group.over_gloo or most > exchange.SLOT_BYTES:
+    if torch.compiler.is_compiling() or device.type != "cpu" or most > shared_memory.SLOT_BYTES:
         return None
-    return exchange.channel(group)
+    if not (group.over_gloo and group.shared_memory):
+        return None
+    return shared_memory.channel(group)
 
 
 def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | None = None) -> Pending:
@@ -41,7 +44,7 @@ def start_all_reduce(owned: Tensor, group: TPGroup, reduce_dtype: torch.dtype | 
     dtype = owned.dtype
     wire = (owned if reduce_dtype is None else owned.to(reduce_dtype)).contiguous()
     if channel := _shared(wire.device, wire.nbytes, group):
-        pending = exchange.start_all_reduce(wire, channel)
+        pending = shared_memory.start_all_reduce(wire, channel)
         return lambda: pending().to(dtype)
     if torch.compiler.is_compiling():
         handle = _ops.all_reduce(wire, "sum", group.name)
@@ -55,7 +58,7 @@ def all_reduce(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x
     if op == "sum" and (channel := _shared(x.device, x.nbytes, group)):
-        return exchange.start_all_reduce(x.detach().clone(memory_format=torch.contiguous_format), channel)()
+        return shared_memory.start_all_reduce(x.detach().clone(memory_format=torch.contiguous_format), channel)()
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
 
 
@@ -65,7 +68,7 @@ def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pendin
         return lambda: x
     widest = max(counts)
     if channel := _shared(x.device, widest * x.shape[1:].numel() * x.itemsize, group):
-        return exchange.start_all_gather(x, channel, counts)
+        return shared_memory.start_all_gather(x, channel, counts)
     mine = _pad_rows(x, widest).contiguous()
     if torch.compiler.is_compiling():
         pending = partial(_ops.wait_tensor, _ops.all_gather_into_tensor(mine, group.size, group.name))
@@ -89,7 +92,7 @@ def start_reduce_scatter(x: Tensor, group: TPGroup, counts: Sequence[int], reduc
     dtype, widest = x.dtype, max(counts)
     wire = x if reduce_dtype is None else x.to(reduce_dtype)
     if channel := _shared(wire.device, wire.nbytes, group):
-        pending = exchange.start_reduce_scatter(wire, channel, counts)
+        pending = shared_memory.start_reduce_scatter(wire, channel, counts)
         return lambda: pending().to(dtype)
     if sum(counts) != widest * group.size:
         wire = torch.cat([_pad_rows(rows, widest) for rows in wire.split(list(counts))])
@@ -108,7 +111,7 @@ def all_to_all(x: Tensor, group: TPGroup, *, given: Sequence[int], taken: Sequen
     ``most``: how many rows any rank sends at most.
     """
     if channel := _shared(x.device, most * x.shape[1:].numel() * x.itemsize, group):
-        return exchange.start_all_to_all(x, channel, given, taken)()
+        return shared_memory.start_all_to_all(x, channel, given, taken)()
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(taken), list(given), group.name))
 
 

@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from parallel import collectives
-from parallel.exchange import Pending
 from parallel.group import TPGroup
 from parallel.layout import Part, Run
+from parallel.shared_memory import Pending
 from parallel.virtual import aligned, joined, sum_shards
 
 _BLOCK, _BLOCK_CPU = 2**24, 2**20

@@ -26,12 +26,15 @@ class TPGroup:
     ``virtual_shards`` turns on invariant mode: parameters are cut into that many shards whatever the number of ranks, each rank
     owns a contiguous run of them, and all sums over shards have the same bits for every ``size`` (see tree.py). Without it
     there is one shard a rank.
+
+    ``shared_memory``: CPUs of one machine exchange through memory where they can, instead of gloo (see shared_memory.py).
     """
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
     virtual_shards: int | None = None
+    shared_memory: bool = True
     over_gloo: bool = field(init=False, repr=False, compare=False)
     """Whether gloo carries what ranks send from their CPUs."""
 

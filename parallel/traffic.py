@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.group import TPGroup
 
 listeners: list[Callable[[Sent], None]] = []
-"""Told of each collective of exchange.py, for which torch runs no operator."""
+"""Told of each collective of shared_memory.py, for which torch runs no operator."""
 
 KINDS = {
     "all_reduce": "all_reduce",
@@ -27,12 +27,6 @@ KINDS = {
 """By the names of torch's operators: those of the functional collectives, and of the process group (with one more underscore)."""
 
 
-def note(kind: str, elements: int, dtype: torch.dtype, sent: float) -> None:
-    """Tells who listens of a collective of exchange.py, as :class:`Sent` describes it."""
-    for listener in listeners:
-        listener(Sent(kind, elements, dtype, sent))
-
-
 @dataclass(frozen=True)
 class Sent:
     """One collective.
@@ -40,7 +34,7 @@ class Sent:
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter or all_to_all; any other has its operator's name, and no elements.
         elements: of the whole tensor: what an all-reduce or a reduce-scatter sums, what an all-gather returns.
-        sent: bytes that one rank sends: with the usual ring algorithm; in shared memory, that it writes.
+        sent: bytes that one rank sends with the usual ring algorithm, whatever carries them here.
     """
 
     kind: str
@@ -52,6 +46,19 @@ class Sent:
     def bytes(self) -> int:
         return 0 if self.dtype is None else self.elements * self.dtype.itemsize
 
+    @classmethod
+    def on_a_ring(cls, kind: str, elements: int, dtype: torch.dtype, ranks: int, kept: float = 0.0) -> Sent:
+        """On a ring of n ranks each sends (n - 1)/n of the whole tensor in a reduce-scatter or an all-gather, and twice that in an
+        all-reduce, which is the two in a row; in an all-to-all all but what it keeps, which is that share of the tensor."""
+        share = {"all_reduce": 2 * (ranks - 1) / ranks, "all_to_all": 1 - kept}.get(kind, (ranks - 1) / ranks)
+        return cls(kind, elements, dtype, share * elements * dtype.itemsize)
+
+
+def note(sent: Sent) -> None:
+    """Tells who listens of a collective of shared_memory.py."""
+    for listener in listeners:
+        listener(sent)
+
 
 def collective(op: Any) -> str | None:
     """The kind of collective that an operator starts, as in :class:`Sent`; None if it starts none (waiting for one does not)."""
@@ -62,11 +69,7 @@ def collective(op: Any) -> str | None:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every collective that runs under it, in order.
-
-    On a ring of n ranks each sends (n - 1)/n of the whole tensor in a reduce-scatter or an all-gather, and twice that in an
-    all-reduce, which is the two in a row.
-    """
+    """Notes every collective that runs under it, in order."""
 
     def __init__(self, group: TPGroup) -> None:
         super().__init__()
@@ -87,19 +90,12 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _sent(self, kind: str, of_the_group: bool, args: tuple[Any, ...]) -> Sent:
-        whole, ranks = args[0], self.group.size
-        others = (ranks - 1) / ranks
-        match kind:
-            case "all_reduce":
-                whole = whole[0] if of_the_group else whole
-                return Sent(kind, whole.numel(), whole.dtype, 2 * others * whole.nbytes)
-            case "all_gather":
-                size = 1 if of_the_group else ranks  # which is given the result, too, as its first argument
-                return Sent(kind, whole.numel() * size, whole.dtype, others * whole.nbytes * size)
-            case "reduce_scatter":
-                whole = args[1] if of_the_group else whole
-                return Sent(kind, whole.numel(), whole.dtype, others * whole.nbytes)
-            case "all_to_all":
-                given = args[2]
-                return Sent(kind, whole.numel(), whole.dtype, whole.nbytes * (1 - given[self.group.rank] / sum(given)))
-        return Sent(kind, 0, whole.dtype if isinstance(whole, Tensor) else None)
+        whole, ranks, kept = args[0], self.group.size, 0.0
+        if kind not in KINDS.values():
+            return Sent(kind, 0, whole.dtype if isinstance(whole, Tensor) else None)
+        if of_the_group:  # an all-reduce is given a list; the others their result first
+            whole = {"all_reduce": lambda: whole[0], "reduce_scatter": lambda: args[1]}.get(kind, lambda: whole)()
+        elements = whole.numel() * (ranks if kind == "all_gather" and not of_the_group else 1)
+        if kind == "all_to_all":
+            kept = args[2][self.group.rank] / sum(args[2])
+        return Sent.on_a_ring(kind, elements, whole.dtype, ranks, kept)

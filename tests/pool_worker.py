@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from parallel import collectives
 from parallel.group import TPGroup, single_device
 
+linear = functional.linear
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -94,6 +96,7 @@ def serve(rank: int, world: int, pipe: Connection, store: str, log: str, device_
                 return None
             case (place, function, args):
                 torch.manual_seed(0)
+                functional.linear = linear  # for which DeepSpeed's ZeRO 3 puts its own, and leaves it
                 torch.set_default_dtype(torch.float32)
                 where = groups[place[1]] if place[0] == "group" else mesh(place[1], place[2])
                 return tree_map(_to_plain, function(where, *args))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import collectives, exchange
+from parallel import collectives, shared_memory
 from parallel.gradients import clip_grad_norm_, grad_norm
 from parallel.group import TPGroup
 from parallel.linear import RowParallelLinear
@@ -171,7 +171,7 @@ def test_the_process_groups_own_collectives_are_as_many(pool: Pool, sp: bool) ->
         assert found[:2] == [expected(*forward_of(PARALLEL_MQA, sp)), expected(*backward_of(PARALLEL_MQA, sp, 2))]
 
 
-# --- direct exchanges
+# --- through shared memory
 
 
 def exchanged(group: TPGroup, counts: list[int], dtype: torch.dtype) -> list[bool]:
@@ -204,20 +204,21 @@ def exchanged(group: TPGroup, counts: list[int], dtype: torch.dtype) -> list[boo
 @pytest.mark.parametrize(
     "counts", [[3, 3], [2, 1], [1, 0], [4, 4, 3], [1, 0, 0], [2, 2, 2, 2], [3, 2, 2, 2], [0, 0, 0, 0]], ids=str
 )
-def test_direct_exchanges_give_what_the_process_group_gives(pool: Pool, counts: list[int], dtype: torch.dtype) -> None:
+def test_shared_memory_gives_what_the_process_group_gives(pool: Pool, counts: list[int], dtype: torch.dtype) -> None:
     """Whole numbers, whose sums are exact in any order."""
     for rank in pool.run(len(counts), exchanged, counts, dtype):
         assert rank and all(rank), rank
 
 
-def sums(group: TPGroup) -> list[Tensor]:
-    x = torch.randn(101, 7, generator=torch.Generator().manual_seed(group.rank))
+def sums(group: TPGroup, rows: int) -> list[Tensor]:
+    x = torch.randn(rows, 7, generator=torch.Generator().manual_seed(group.rank))
     return [collectives.start_all_reduce(x.clone(), group)(), x]
 
 
+@pytest.mark.parametrize("rows", [101, 50_001], ids=["summed whole", "summed in parts"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_adds_in_the_order_of_the_ranks(pool: Pool, ranks: int) -> None:
-    found = pool.run(ranks, sums)
+def test_every_rank_adds_in_the_order_of_the_ranks(pool: Pool, ranks: int, rows: int) -> None:
+    found = pool.run(ranks, sums, rows)
     total = found[0][1] + found[1][1]
     for _, x in found[2:]:
         total = total + x
@@ -232,7 +233,7 @@ def how_it_went(group: TPGroup, elements: int) -> list[str]:
 
 
 def test_tensors_too_large_for_a_slot_go_through_the_process_group(pool: Pool) -> None:
-    most = exchange.SLOT_BYTES // 4
+    most = shared_memory.SLOT_BYTES // 4
     for small, large in zip(pool.run(2, how_it_went, most), pool.run(2, how_it_went, most + 1), strict=True):
         assert small == ["all_reduce"]
         assert large == ["c10d.allreduce_", "all_reduce"]
@@ -243,6 +244,8 @@ def at_odds(group: TPGroup, call: str) -> None:
     odd, x = group.rank == 1, torch.ones(6, 2)
     if call == "shapes":
         collectives.start_all_reduce(x[: 4 if odd else 6].clone(), group)()
+    elif call == "dtypes":
+        collectives.start_all_reduce(x.int() if odd else x, group)()
     elif odd:
         collectives.start_reduce_scatter(x, group, [3, 3])()
     else:
@@ -252,8 +255,15 @@ def at_odds(group: TPGroup, call: str) -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ("shapes", r"rank 1 of 2 gives rank 0 32 bytes in all_reduce, which expects 48 bytes in all_reduce"),
-        ("kinds", r"rank 1 of 2 gives rank 0 24 bytes in reduce_scatter, which expects 48 bytes in all_reduce"),
+        (
+            "shapes",
+            r"rank 1 gives rank 0 32 bytes in all_reduce of torch.float32, which expects 48 bytes in all_reduce of torch.float32",
+        ),
+        (
+            "dtypes",
+            r"rank 1 gives rank 0 48 bytes in all_reduce of torch.int32, which expects 48 bytes in all_reduce of torch.float32",
+        ),
+        ("kinds", r"rank 1 gives rank 0 24 bytes in reduce_scatter of torch.float32, which expects 48 bytes in all_reduce of"),
     ],
 )
 def test_ranks_at_odds_are_told(pool: Pool, call: str, told: str) -> None:
@@ -264,10 +274,12 @@ def test_ranks_at_odds_are_told(pool: Pool, call: str, told: str) -> None:
 def many_under_way(group: TPGroup) -> bool:
     """More than there are slots for, ended in an order of their own, while ranks come at different times."""
     rank, n = group.rank, group.size
-    good = True
+    good, late, before = True, None, 0.0
     for turn in range(60):
         if (turn + rank) % 7 == 0:
             time.sleep(0.002)
+        if late is not None:  # the turn before has left it, with all that came after it ended
+            good &= bool(late().eq(before).all())
         xs = [torch.full((5, 3), float(turn * 10 + i + rank)) for i in range(4)]
         pending = [collectives.start_reduce_scatter(x, group, [5] + [0] * (n - 1)) for x in xs[:2]]
         pending += [collectives.start_all_reduce(x, group) for x in xs[2:]]
@@ -275,6 +287,9 @@ def many_under_way(group: TPGroup) -> bool:
         for i in order:
             result, total = pending[i](), sum(float(turn * 10 + i + r) for r in range(n))
             good &= bool(result.eq(total).all()) and result.shape[0] == (5 if i >= 2 or rank == 0 else 0)
+        late = collectives.start_all_reduce(torch.full((2,), float(turn + rank)), group)
+        collectives.start_all_reduce(torch.full((3,), -1.0), group)()
+        before = sum(float(turn + r) for r in range(n))
     return good
 
 
@@ -291,14 +306,12 @@ def ends(group: TPGroup) -> None:
 
 
 def test_a_rank_that_ends_is_told_by_those_who_wait(pool: Pool) -> None:
-    with pytest.raises(
-        WorkerError, match=r"rank 0 raised(.|\n)*rank 0 waits for rank 1 in all_reduce, whose process has ended"
-    ):
+    with pytest.raises(WorkerError, match=r"rank 0 raised(.|\n)*waited for rank 1 in all_reduce, whose process has ended"):
         pool.run(2, ends)
 
 
 def comes_late(group: TPGroup) -> None:
-    channel = exchange.channel(group)
+    channel = shared_memory.channel(group)
     assert channel is not None
     if group.rank == 1:
         time.sleep(1.5)
@@ -308,7 +321,7 @@ def comes_late(group: TPGroup) -> None:
 
 def test_a_rank_that_does_not_come_in_time_is_told(pool: Pool) -> None:
     with pytest.raises(
-        WorkerError, match="rank 0: RuntimeError: rank 0 waited [01] s for rank 1 in all_reduce, which did not come"
+        WorkerError, match="rank 0: DistBackendError: waited [01] s for rank 1 in all_reduce, which did not come"
     ):
         pool.run(2, comes_late)
 

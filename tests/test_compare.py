@@ -25,7 +25,7 @@ for line in sys.stdin:
     request = json.loads(line)
     reply = {"value": 0}
     if request["do"] == "build":
-        reply = {"value": [f"{name} 1.0"]}
+        reply = {"value": ["torch 2.0" if name == "megatron" else "torch 1.0", f"{name} 1.0"]}
         if name == "transformers":
             reply = {"unsupported": "not installed (No module named 'transformers')"}
     elif request["do"] == "check":
@@ -55,7 +55,7 @@ class Run(NamedTuple):
     errors: str
 
     def file(self, ending: str) -> Path:
-        [file] = (self.folder / "out").glob(f"compare-*-model-latency-2-ranks-*.{ending}")
+        [file] = (self.folder / "out").glob(f"compare-2-ranks-megatron-*.{ending}")
         return file
 
 
@@ -88,14 +88,20 @@ def test_contenders_take_turns_in_alternating_order(run: Run) -> None:
 
 def test_warm_up_is_dropped_and_the_slowest_rank_counts(run: Run) -> None:
     samples = json.loads(run.file("json").read_text())["samples"]
-    assert samples == {"model, latency (dim 256, 64 tokens), backward, megatron": {"ours": [1.0] * 3, "peer": [4.0] * 3}}
+    assert samples == {
+        "model, latency (dim 256, 64 tokens), forward + backward, megatron": {"ours": [1.0] * 3, "peer": [4.0] * 3}
+    }
 
 
 def test_the_table_has_ratio_interval_and_goal_and_is_drawn(run: Run) -> None:
     text = run.file("md").read_text()
-    case = "model, latency (dim 256, 64 tokens) | backward | megatron"
-    assert f"| {case} | 1000.00 | 4000.00 | **0.250** (0.250 to 0.250) | 0.85 | 4; 4 |" in text
-    assert "tpblock 1.0" in text and "- ranks: 2\n" in text and str(run.folder) not in text
+    case = "model, latency (dim 256, 64 tokens) | forward + backward | megatron"
+    assert f"| {case} | 1000.00 | 4000.00 | **0.250** (0.250 to 0.250) | 0.85 | 3 | 4; 4 |" in text
+    assert (
+        "- versions of tpblock: torch 1.0, tpblock 1.0\n" in text
+        and "- megatron runs on torch 2.0, ours on torch 1.0." in text
+    )
+    assert "`gloo` is ours over" in text and "- ranks: 2\n" in text and str(run.folder) not in text
     assert run.file("png").stat().st_size > 1000
 
 
@@ -120,12 +126,12 @@ def test_an_error_or_silence_of_one_rank_ends_the_contender_which_can_start_agai
     with pytest.raises(FailedError, match="megatron: no answer in 1 seconds"):
         remote.ask(do="hang")
     remote.timeout = 20.0
-    assert remote.ask(do="build") == [["megatron 1.0"], ["megatron 1.0"]]
+    assert remote.ask(do="build") == [["torch 2.0", "megatron 1.0"]] * 2
     remote.stop()
 
 
 def test_the_interval_of_a_known_sample() -> None:
-    assert compare.interval([0.5] * 7) == compare.Spread(0.5, 0.5, 0.5)
+    assert compare.interval([0.5] * 7) == compare.Interval(0.5, 0.5, 0.5)
     ratios = [0.9 + 0.002 * i for i in range(101)]
     spread = compare.interval(ratios)
     # Of the order statistics of 101 values, those at 50 -+ 1.96 * sqrt(101) / 2 bound the median with 95%.
@@ -154,17 +160,39 @@ def test_every_peer_has_a_file_and_unknown_ones_are_refused(capsys: pytest.Captu
     assert "horovod: not one of" in capsys.readouterr().err
 
 
+def test_names_of_runs_tell_them_apart_and_stay_short() -> None:
+    parser = compare.make_parser()
+
+    def name(*arguments: str) -> str:
+        return compare.name_of_run(parser.parse_args(arguments), parser)
+
+    runs = [
+        [],
+        ["--passes", "step"],
+        ["--layers", "2"],
+        ["--compile", "off"],
+        ["--sequence-parallel", "off"],
+        ["--what", "block"],
+    ]
+    long = ["--peers", "dtensor,transformers,autotp,megatron-sdpa", "--sizes", "latency,middle", "--passes", "forward"]
+    names = [name(*run) for run in [*runs, long, [*long, "--compile", "on"]]]
+    assert len(set(names)) == len(names) and max(map(len, names)) <= compare.LONGEST_NAME
+    assert names[0] == "" and names[2] == "layers 2"
+
+
 @pytest.mark.slow
 def test_the_real_contenders_agree_and_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs = {"transformers": "transformers", "autotp": "deepspeed", "megatron": "megatron", "megatron-sdpa": "megatron"}
-    peers = [peer for peer in ("parallel", "dtensor", *needs) if peer not in needs or importlib.util.find_spec(needs[peer])]
+    peers = [
+        peer for peer in ("parallel", "gloo", "dtensor", *needs) if peer not in needs or importlib.util.find_spec(needs[peer])
+    ]
     monkeypatch.setitem(compare.SIZES, "latency", (128, 2, 16))
     switches = "--sequence-parallel both --compile off --layers 2 --ranks 2 --rounds 1 --warmup 1"
     code = compare.main(["--sizes", "latency", "--peers", ",".join(peers), *switches.split(), "--out", str(tmp_path)])
     text = capsys.readouterr().out
     assert code == 0 and "failed" not in text, text
     for peer in peers:
-        forms = 2 if peer in ("parallel", "dtensor") else 1
+        forms = 2 if peer in ("parallel", "gloo", "dtensor") else 1
         assert text.count(f"| {peer} |") == 2 * forms * len(common.PASSES), f"{peer}:\n{text}"

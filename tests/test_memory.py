@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import memory
-from benchmarks.memory import KINDS, Measured, measure_rank, pretended_group, variants
+from benchmarks.memory import KINDS, Measured, measure_rank, variants
 from benchmarks.memory_formula import training_bytes
 from benchmarks.meter import LiveBytes, held_bytes
+from benchmarks.program import pretended_group
 from benchmarks.workload import Workload
 from parallel.group import TPGroup, single_device
 from tests.pool import Pool

@@ -16,6 +16,7 @@ from benchmarks import calibrate, predict, rates
 from benchmarks.cost_model import (
     BUCKET,
     Collective,
+    Engine,
     Launch,
     Link,
     Machine,
@@ -32,10 +33,9 @@ from benchmarks.data_sheets import SHEETS, machine
 from benchmarks.flops import training_flops
 from benchmarks.memory_formula import training_bytes
 from benchmarks.scaling import count_traffic
-from benchmarks.scaling_report import PHASES
 from benchmarks.traffic import Sent
 from benchmarks.work import Attention, Pass, Phase, Product, Send, step_work
-from benchmarks.workload import Training, Workload
+from benchmarks.workload import PHASES, Training, Workload
 from parallel.group import TPGroup, single_device
 from tests.helpers import own_collectives
 from tests.pool import Pool
@@ -191,10 +191,10 @@ def test_more_ranks_compute_less_each_and_the_model_needs_the_same() -> None:
     assert len({f.model_flops for f in found}) == 1
     assert found[0].exposed == 0 < found[1].exposed < found[2].exposed
     for f in found:
-        assert f.step == pytest.approx(f.compute + f.exposed + f.data) and 0 < f.utilisation < 0.75
+        assert f.step == pytest.approx(f.compute + f.exposed + f.data) and 0 < f.mfu < 0.75
         assert f.throughput.raw_per_second == pytest.approx(64 * 2048 / f.step)
     better = predicted(LOAD, Plan(tp=2, micro=1), machine("h100", matrix_efficiency=0.9))
-    assert better.compute < found[1].compute and better.utilisation > found[1].utilisation
+    assert better.compute < found[1].compute and better.mfu > found[1].mfu
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -226,6 +226,18 @@ def test_replicas_add_their_gradients_behind_backward() -> None:
         predicted(load, Plan(tp=1, dp=4, micro=1), fast)
     with pytest.raises(ValueError, match="no rate for bfloat16; there are float32"):
         predicted(replace(load, dtype=torch.bfloat16), Plan(tp=1, micro=1), fast)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_collectives_beyond_the_largest_measured_on_a_cpu_are_told(engine: Engine) -> None:
+    config = ModelConfig(vocab_size=16, dim=16, layers=2, heads=2, d_ff=16)
+    load, kinds = Workload(config, 4, 4), ("all_reduce", "all_gather", "reduce_scatter")
+    sent = {2: dict.fromkeys(kinds, Collective(seconds=0, seconds_per_byte=1e-6))}
+    for tp, dp, most in ((2, 1, 4 * 4 * 16 * 4), (1, 2, config.parameters() * 4)):
+        plan = Plan(tp=tp, dp=dp, micro=4 // dp, engine=engine)
+        beyond = [predicted(load, plan, simple(collectives=sent, largest_collective=n)).beyond for n in (None, 64, 10**6)]
+        assert beyond[0] == beyond[2] == 0 and (beyond[1] == most if dp == 1 or engine == "ddp" else 0 < beyond[1] < most)
+    assert predicted(load, plan, simple(collectives=sent, largest_collective=64, shared=False)).beyond == 0
 
 
 def test_every_figure_of_a_data_sheet_has_its_source() -> None:

@@ -95,13 +95,13 @@ class Block(nn.Module):
                 assert self.fused is not None
                 widths = [(shard.heads + 2 * shard.kv_heads) * self.config.head_dim for shard in self.attention.shards]
                 ys = self.fused.shards(self.norm_1(x, tokens), tokens)
-                qkvs = [y[..., :width] for y, width in zip(ys, widths, strict=True)]
-                ups = [y[..., width:] for y, width in zip(ys, widths, strict=True)]
+                halves = [y.split([width, y.shape[-1] - width], dim=-1) for y, width in zip(ys, widths, strict=True)]
+                qkvs, ups = [qkv for qkv, _ in halves], [up for _, up in halves]
             case Placement.PARALLEL_TWO_NORMS:
                 qkvs, ups = self._two_norms(x, tokens)
         out, down = self.attention.out, self.feedforward.down
-        branches = out.leaves(self.attention.mix(qkvs, context)), down.leaves(self.feedforward.mix(ups))
-        update = out.reduce([a + f for a, f in zip(*branches, strict=True)])
+        attended, fed = self.attention.mix(qkvs, context), self.feedforward.mix(ups)
+        update = out.reduce([a + f for a, f in zip(out.leaves(attended), down.leaves(fed), strict=True)])
         return self._add(x, down.add_bias(out.add_bias(update, tokens), tokens), self.dropout_1, context)
 
     def _two_norms(self, x: Tensor, tokens: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import re
 import sys
@@ -29,11 +28,12 @@ from benchmarks.timing import CLOCKS, Ranks, measure
 from parallel.traffic import collective, listeners
 
 HEAD_DIM, EPS, IGNORED = 64, 1e-5, -100
-PASSES = ("forward", "backward", "step")
-"""forward alone, without gradients; forward and backward; both and the optimizer's step."""
+PASSES = {"forward": "forward", "backward": "forward + backward", "step": "forward + backward + step"}
+"""What is timed: the name in commands, and what it is called where it is shown. forward alone is without gradients."""
 MODULES = {
     "tpblock": "tpblock_",
     "tpblock-parallel": "tpblock_",
+    "tpblock-gloo": "tpblock_",
     "dtensor": "dtensor",
     "transformers": "transformers_",
     "autotp": "autotp",
@@ -258,7 +258,8 @@ def serve(name: str, clock: str) -> None:
             torch._dynamo.reset()
             module = importlib.import_module(f"benchmarks.peers.{MODULES[name]}")
             contenders.append(module.build(Case(**request["case"]), name))
-            return [f"{package} {importlib.metadata.version(package)}" for package in module.PACKAGES]
+            packages = [f"{package} {importlib.metadata.version(package)}" for package in module.PACKAGES]
+            return [f"torch {torch.__version__}", *packages]
         contender = contenders[0]
         if do == "check":
             numbers = contender.results()
@@ -276,7 +277,7 @@ def serve(name: str, clock: str) -> None:
             steps=steps,
             clock=CLOCKS[clock],
         ).values()
-        return seconds if math.isfinite(seconds) else None
+        return seconds
 
     for line in iter(sys.stdin.readline, ""):
         try:

@@ -1,8 +1,9 @@
-"""This library: the sequential (pre-norm) block and model, and the parallel block, which sends half as often."""
+"""This library: the sequential (pre-norm) block and model, both over gloo, and the parallel block, which sends less often."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,9 @@ PACKAGES: tuple[str, ...] = ()
 
 
 class Ours(Contender):
-    def __init__(self, case: Case, placement: Placement) -> None:
+    def __init__(self, case: Case, placement: Placement, shared_memory: bool) -> None:
         super().__init__(case)
-        group, state = TPGroup.from_environment(), weights(case)
+        group, state = replace(TPGroup.from_environment(), shared_memory=shared_memory), weights(case)
         config = ModelConfig(
             vocab_size=case.vocab,
             dim=case.dim,
@@ -58,4 +59,5 @@ class Ours(Contender):
 
 
 def build(case: Case, name: str) -> Contender:
-    return Ours(case, Placement.PARALLEL if name == "tpblock-parallel" else Placement.PRE)
+    placement = Placement.PARALLEL if name == "tpblock-parallel" else Placement.PRE
+    return Ours(case, placement, shared_memory=name != "tpblock-gloo")

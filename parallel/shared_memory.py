@@ -6,7 +6,8 @@ between small products it costs a hundred times as long as the reading (docs/per
 of the ranks, so that all of them get the same bits.
 
 The order in which two processes see each other's writes is that of x86: other processors are left to gloo, as are ranks on
-several machines. The memory has no name, and ends with the last process that holds it.
+several machines and compiled code. The memory has no name, and ends with the last process that holds it; what large tensors have
+once used of the slots stays taken. Only one thread of a rank may be in the collectives of a group at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel import traffic
 from parallel.group import TPGroup
+from parallel.layout import deal
+from parallel.traffic import Sent, note
 
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
@@ -36,15 +38,20 @@ SLOTS = 2
 """How many collectives a rank may have under way before it has to end the first."""
 SLOT_BYTES = 32 << 20
 """The most that a rank gives to a collective; what is not used of it takes no memory."""
+WHOLE_BYTES = 1 << 20
+"""Of larger tensors each of several ranks sums a part, and the parts are gathered; smaller ones every rank sums as a whole."""
 SPIN_SECONDS = 2e-3
 """How long a rank that waits only lets others run, before it sleeps."""
 SLEEP_SECONDS = 2e-4
+LOOK_SECONDS = 0.05
+"""How often it looks then whether the other one's process is still there."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+DTYPES = tuple(sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str))
 
 # The words (of 8 bytes) of a rank, a page: how many collectives it has ended, and for each slot the number of the collective in it,
 # its kind, and what of the slot is for each rank (start and length in bytes).
 _PAGE = mmap.PAGESIZE
-_ENDED = 0
+_ENDED = 2  # after the mark by which the memory is known
 _NUMBER, _KIND, _PARTS = range(3)
 _MOST_RANKS = (_PAGE // 8 // (1 + SLOTS) - _PARTS) // 2
 
@@ -54,8 +61,10 @@ class Channel:
 
     def __init__(self, memory: mmap.mmap, group: TPGroup, pids: Sequence[int], timeout: float) -> None:
         self.rank, self.size, self.pids, self.timeout = group.rank, group.size, pids, timeout
+        self._names = dist.get_process_group_ranks(group.connected)
         self._words = memoryview(memory).cast("q")
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else nothing could be written to it outside of that mode
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._number = 0
         self._failure: str | None = None
         self._under_way: dict[int, Exchange] = {}
@@ -82,15 +91,19 @@ class Channel:
         """
         if self._failure:
             raise RuntimeError(f"ranks cannot go on after one of their collectives has failed: {self._failure}")
-        self._number += 1
-        number, before = self._number, self._number - SLOTS
+        if x.nbytes > SLOT_BYTES or (given is not None and sum(given) != x.numel()):
+            raise ValueError(
+                f"{kind}: {x.numel()} numbers of {x.dtype} are given, the ranks are told of {given or 'all of them'}"
+            )
+        number, before = self._number + 1, self._number + 1 - SLOTS
         if before in self._under_way:
             self._under_way[before]()
         for rank in range(self.size):  # who has not ended it may still be reading this slot
             self._wait(rank, self._word(rank, _ENDED), before, kind)
-        self._slot(self.rank, number, x.numel(), x.dtype).copy_(x.detach().reshape(-1))
+        self._number = number
+        self._slot(self.rank, number, x.numel(), x.dtype).view(x.shape).copy_(x.detach())
         words, at, first = self._words, 0, self._header(self.rank, number)
-        words[first + _KIND] = KINDS.index(kind)
+        words[first + _KIND] = _code(kind, x.dtype)
         for rank in range(self.size):
             length = (x.numel() if given is None else given[rank]) * x.itemsize
             words[first + _PARTS + 2 * rank], words[first + _PARTS + 2 * rank + 1] = at, length
@@ -104,11 +117,14 @@ class Channel:
         words, first = self._words, self._header(rank, number)
         self._wait(rank, first + _NUMBER, number, kind)
         start, length = words[first + _PARTS + 2 * self.rank], words[first + _PARTS + 2 * self.rank + 1]
-        found, expected = f"{length} bytes in {KINDS[words[first + _KIND]]}", f"{size * dtype.itemsize} bytes in {kind}"
-        if found != expected:
+        code = words[first + _KIND]
+        if (length, code) != (size * dtype.itemsize, _code(kind, dtype)):
             self._fail(
-                f"rank {rank} of {self.size} gives rank {self.rank} {found}, which expects {expected}: ranks must call the same "
-                "collectives in the same order, with shapes that fit"
+                RuntimeError(
+                    f"rank {self._names[rank]} gives rank {self._names[self.rank]} {length} bytes in {_told(code)}, which expects "
+                    f"{size * dtype.itemsize} bytes in {_told(_code(kind, dtype))}: ranks must call the same collectives in the "
+                    "same order, with shapes and dtypes that fit"
+                )
             )
         return self._slot(rank, number, size, dtype, start)
 
@@ -117,9 +133,9 @@ class Channel:
         del self._under_way[number]
         self._words[self._word(self.rank, _ENDED)] = min(self._under_way, default=self._number + 1) - 1
 
-    def _fail(self, message: str) -> NoReturn:
-        self._failure = message
-        raise RuntimeError(message)
+    def _fail(self, error: Exception) -> NoReturn:
+        self._failure = str(error)
+        raise error
 
     def _word(self, rank: int, word: int) -> int:
         return rank * _PAGE // 8 + word
@@ -136,17 +152,20 @@ class Channel:
         words = self._words
         if words[word] >= least:
             return
-        begin = time.monotonic()
+        begin, checked = time.monotonic(), 0.0
         while words[word] < least:
             waited = time.monotonic() - begin
             if waited < SPIN_SECONDS:
                 os.sched_yield()
                 continue
             time.sleep(SLEEP_SECONDS)
+            peer = f"rank {self._names[rank]} in {kind}"
             if waited > self.timeout:
-                self._fail(f"rank {self.rank} waited {waited:.0f} s for rank {rank} in {kind}, which did not come")
-            if not _alive(self.pids[rank]) and words[word] < least:
-                self._fail(f"rank {self.rank} waits for rank {rank} in {kind}, whose process has ended")
+                self._fail(dist.DistBackendError(f"waited {waited:.0f} s for {peer}, which did not come"))
+            if waited > checked + LOOK_SECONDS:
+                checked = waited
+                if not _alive(self.pids[rank]) and words[word] < least:
+                    self._fail(dist.DistBackendError(f"waited for {peer}, whose process has ended"))
 
 
 class Exchange:
@@ -176,8 +195,12 @@ class Exchange:
 
 
 def start_all_reduce(owned: Tensor, channel: Channel) -> Pending:
-    """The sum over the ranks, which is written over ``owned``."""
-    traffic.note("all_reduce", owned.numel(), owned.dtype, owned.nbytes)
+    """The sum over the ranks, which may be written over ``owned``."""
+    note(Sent.on_a_ring("all_reduce", owned.numel(), owned.dtype, channel.size))
+    if channel.size > 2 and owned.nbytes > WHOLE_BYTES:
+        counts = [run.length for run in deal(owned.numel(), channel.size)]
+        part = _start_reduce_scatter(owned.detach().view(-1), channel, counts)
+        return lambda: _start_all_gather(part(), channel, counts)().view(owned.shape)
 
     def combine(given: list[Tensor]) -> Tensor:
         total = owned.detach().view(-1)
@@ -191,7 +214,17 @@ def start_all_reduce(owned: Tensor, channel: Channel) -> Pending:
 
 def start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
     """The sum of x [sum(counts), ...] over the ranks, of which each keeps its rows: [counts[rank], ...]."""
-    traffic.note("reduce_scatter", x.numel(), x.dtype, x.nbytes)
+    note(Sent.on_a_ring("reduce_scatter", x.numel(), x.dtype, channel.size))
+    return _start_reduce_scatter(x, channel, counts)
+
+
+def start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
+    """The ranks' rows stacked: [counts[rank], ...] -> [sum(counts), ...]."""
+    note(Sent.on_a_ring("all_gather", sum(counts) * x.shape[1:].numel(), x.dtype, channel.size))
+    return _start_all_gather(x, channel, counts)
+
+
+def _start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
     row, shape = x.shape[1:].numel(), (counts[channel.rank], *x.shape[1:])
 
     def combine(given: list[Tensor]) -> Tensor:
@@ -204,17 +237,15 @@ def start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int]) -> 
     return channel.start("reduce_scatter", x, taken, combine, given=[count * row for count in counts])
 
 
-def start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
-    """The ranks' rows stacked: [counts[rank], ...] -> [sum(counts), ...]."""
+def _start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
     row, shape = x.shape[1:].numel(), (sum(counts), *x.shape[1:])
-    traffic.note("all_gather", sum(counts) * row, x.dtype, x.nbytes)
     return channel.start("all_gather", x, [count * row for count in counts], lambda given: torch.cat(given).view(shape))
 
 
 def start_all_to_all(x: Tensor, channel: Channel, given: Sequence[int], taken: Sequence[int]) -> Pending:
     """The ``taken[r]`` rows that each rank r gives, stacked, from the ``given[r]`` rows for each rank of x [sum(given), ...]."""
     row, shape = x.shape[1:].numel(), (sum(taken), *x.shape[1:])
-    traffic.note("all_to_all", x.numel(), x.dtype, x.nbytes)
+    note(Sent.on_a_ring("all_to_all", x.numel(), x.dtype, channel.size, given[channel.rank] / max(1, sum(given))))
     rows = [[count * row for count in counts] for counts in (taken, given)]
     return channel.start("all_to_all", x, rows[0], lambda parts: torch.cat(parts).view(shape), given=rows[1])
 
@@ -237,28 +268,42 @@ def _connect(group: TPGroup) -> Channel | None:
     """Rank 0 makes the memory; the others open it by its place among the files of that process."""
     size, machine, memory = Channel.needed(group.size), _machine(), None
     with ExitStack() as files:
+        mark = b""
         with suppress(OSError):
             if group.rank == 0 and machine:
                 memory = files.enter_context(open(os.memfd_create("tpblock"), "r+b", buffering=0))
+                memory.write(mark := os.urandom(16))
                 memory.truncate(size)
-        told: list[tuple[str, int, int]] = [("", 0, 0)] * group.size
-        dist.all_gather_object(told, (machine, os.getpid(), memory.fileno() if memory else -1), group=group.process_group)
+        told: list[tuple[str, int, int, bytes]] = [("", 0, 0, b"")] * group.size
+        mine = machine, os.getpid(), memory.fileno() if memory else -1, mark
+        dist.all_gather_object(told, mine, group=group.process_group)
         mapped = None
-        with suppress(OSError):
-            if machine and len({where for where, _, _ in told}) == 1 and group.size <= _MOST_RANKS:
-                with open(f"/proc/{told[0][1]}/fd/{told[0][2]}", "r+b", buffering=0) as file:
+        with suppress(OSError, ValueError):
+            if machine and len({where for where, *_ in told}) == 1 and group.size <= _MOST_RANKS:
+                _, pid, number, mark = told[0]
+                with open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
                     mapped = mmap.mmap(file.fileno(), size)
+                if mapped[:16] != mark:  # another machine's that has the same names
+                    mapped = None
         opened: list[bool] = [False] * group.size
         dist.all_gather_object(opened, mapped is not None, group=group.process_group)
     if mapped is None or not all(opened):
         return None
     timeout = group.connected._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return Channel(mapped, group, [pid for _, pid, _ in told], timeout)
+    return Channel(mapped, group, [pid for _, pid, *_ in told], timeout)
+
+
+def _code(kind: str, dtype: torch.dtype) -> int:
+    return KINDS.index(kind) + len(KINDS) * DTYPES.index(dtype)
+
+
+def _told(code: int) -> str:
+    return f"{KINDS[code % len(KINDS)]} of {DTYPES[code // len(KINDS)]}"
 
 
 def _machine() -> str:
     """What processes that can share memory have in common; nothing if this one can share none."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):  # that is Linux
         return ""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/pid')}"
