@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.plain import PlainBlock
-from benchmarks.program import pretended_group, run
+from benchmarks.program import pretended_group, run_program
 from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, command, header, measure, save, table
 from benchmarks.traffic import replay, silent_collectives
 from parallel.group import TPGroup
@@ -232,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -35,7 +35,6 @@ from benchmarks.program import (
     parse,
     pretended_group,
     refuse,
-    run,
     sizes_that_fit,
     start,
     tp_sizes,
@@ -269,4 +268,4 @@ def calibrate(
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

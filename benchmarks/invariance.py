@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.block import Size, check_equal, milliseconds
 from benchmarks.meter import meter
-from benchmarks.program import run
+from benchmarks.program import run_program
 from benchmarks.timing import CLOCKS, Ranks, Spread, header, measure, save, table
 from benchmarks.traffic import Traffic
 from parallel import collectives
@@ -160,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

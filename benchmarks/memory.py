@@ -29,7 +29,17 @@ import torch.distributed as dist
 from benchmarks import plots
 from benchmarks.memory_formula import Bytes, peak_bytes, training_bytes
 from benchmarks.meter import held_bytes, meter
-from benchmarks.program import group_of, parse, pretended_group, refuse, run, sizes_that_fit, start, tp_sizes, without_out
+from benchmarks.program import (
+    group_of,
+    parse,
+    pretended_group,
+    refuse,
+    run_program,
+    sizes_that_fit,
+    start,
+    tp_sizes,
+    without_out,
+)
 from benchmarks.timing import RESULTS, command, file_stem, header, save, table
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
 from parallel.group import TPGroup
@@ -208,4 +218,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

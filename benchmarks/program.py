@@ -108,7 +108,7 @@ def pretended_group(size: int, rank: int = 0) -> Iterator[TPGroup]:
         dist.destroy_process_group()
 
 
-def run(main: Callable[[], None]) -> None:
+def run_program(main: Callable[[], None]) -> None:
     """Runs a program, and ends a rank's process at once: gloo's threads abort it now and then while Python ends."""
     main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from benchmarks import plots
 from benchmarks.flops import training_flops
 from benchmarks.memory_formula import peak_bytes
-from benchmarks.program import device_bytes, group_of, parse, refuse, run, sizes_that_fit, start, tp_sizes, without_out
+from benchmarks.program import device_bytes, group_of, parse, refuse, run_program, sizes_that_fit, start, tp_sizes, without_out
 from benchmarks.scaling_report import Result, as_json, report
 from benchmarks.timing import RESULTS, Phases, Ranks, command, file_stem, header, measure, save
 from benchmarks.traffic import replay
@@ -208,4 +208,4 @@ def describe(options: argparse.Namespace, line: str, device: torch.device) -> di
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)
