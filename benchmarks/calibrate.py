@@ -35,6 +35,7 @@ from benchmarks.program import (
     parse,
     pretended_group,
     refuse,
+    run_program,
     sizes_that_fit,
     start,
     tp_sizes,
