@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from parallel import collectives
 from parallel.group import TPGroup
 
 ROOT = Path(__file__).parents[1]
@@ -39,22 +40,24 @@ class Ranks:
 
     def __init__(self, device: torch.device, group: TPGroup | None = None) -> None:
         self.device = device
-        self._several = dist.is_initialized() if group is None else group.size > 1
-        self._group = None if group is None else group.process_group
+        if group is None and dist.is_initialized():
+            assert dist.group.WORLD is not None
+            group = TPGroup.from_process_group(dist.group.WORLD)
+        self._group = group or TPGroup()
 
     def meet(self) -> None:
         """Waits until this rank's device has nothing left to do and every rank has come here."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._several:
-            dist.barrier(group=self._group)
+        if self.device.type == "cpu":  # through shared memory: gloo's barrier takes longer than what may be timed
+            collectives.all_reduce(torch.zeros(()), self._group)
+        elif self._group.size > 1:
+            dist.barrier(group=self._group.process_group)
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Of each value, the maximum over the ranks."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        if self._several:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
-        return values.tolist()
+        return collectives.all_reduce(values, self._group, "max").tolist()
 
 
 Phases = Mapping[str, Callable[[], object]]
