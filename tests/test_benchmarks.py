@@ -17,7 +17,8 @@ import torch.distributed as dist
 from benchmarks import block
 from benchmarks.plain import PlainBlock
 from benchmarks.timing import Ranks, Spread, Throughput, commit, header, measure, save, strong_scaling_efficiency, table
-from parallel.group import single_device
+from parallel import collectives
+from parallel.group import TPGroup, single_device
 
 
 class FakeRanks(Ranks):
@@ -72,21 +73,20 @@ def test_c91_the_slowest_rank_counts() -> None:
 def test_c91_meeting_waits_for_the_device_and_then_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"synchronise {device}"))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "barrier", lambda group: log.append(f"barrier {group}"))
-    Ranks(torch.device("cuda", 1)).meet()
-    Ranks(torch.device("cpu")).meet()
-    assert log == ["synchronise cuda:1", "barrier None", "barrier None"]
+    monkeypatch.setattr(dist, "barrier", lambda group: log.append("barrier"))
+    monkeypatch.setattr(collectives, "all_reduce", lambda x, group: log.append(f"sum over {group.size}"))
+    Ranks(torch.device("cuda", 1), TPGroup(0, 2)).meet()
+    Ranks(torch.device("cpu"), TPGroup(0, 2)).meet()
+    assert log == ["synchronise cuda:1", "barrier", "sum over 2"]
 
 
 def test_c91_the_maximum_is_taken_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-        assert group is None and op == dist.ReduceOp.MAX and values.dtype == torch.float64
-        torch.maximum(values, torch.tensor([2.0, 2.0], dtype=torch.float64), out=values)
+    def all_reduce(values: torch.Tensor, group: TPGroup, op: str) -> torch.Tensor:
+        assert group.size == 2 and op == "max" and values.dtype == torch.float64
+        return torch.maximum(values, torch.tensor([2.0, 2.0], dtype=torch.float64))
 
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    assert Ranks(torch.device("cpu")).slowest([1.0, 3.0]) == [2.0, 3.0]
+    monkeypatch.setattr(collectives, "all_reduce", all_reduce)
+    assert Ranks(torch.device("cpu"), TPGroup(0, 2)).slowest([1.0, 3.0]) == [2.0, 3.0]
 
 
 def test_contenders_take_turns_in_alternating_order_and_steps_are_averaged() -> None:
