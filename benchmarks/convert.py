@@ -156,6 +156,7 @@ def main() -> None:
     facts = {
         "checkpoint": f"{total / 1e9:.2f} GB in bfloat16, largest tensor {largest / 1e6:.0f} MB",
         "limit of the memory": f"twice the largest tensor and {SPARE / 1e6:.0f} MB: {limit / 1e6:.0f} MB",
+        "speed": "of the work, without the seconds in which Python starts",
         "rounds": str(options.rounds),
     }
     save("convert", "Sharding, resharding and merging beside cp", text, about | facts, {"seconds": seconds, "memory": memory})
