@@ -23,13 +23,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.cost_model import Collective, Link, Machine, Plan, Speeds, compute_seconds, dtype_name, predict
 from benchmarks.program import (
+    add_places,
     device_bytes,
     group_of,
     parse,
@@ -42,7 +42,7 @@ from benchmarks.program import (
     without_out,
 )
 from benchmarks.rates import MESSAGES, TINY, Calibration, Contenders, Scale
-from benchmarks.timing import CLOCKS, RESULTS, Phases, Ranks, Spread, command, file_stem, header, measure, save, table
+from benchmarks.timing import CLOCKS, Phases, Ranks, Spread, command, file_stem, header, measure, save, table
 from benchmarks.work import block_work
 from benchmarks.workload import DTYPES, PHASES, Training, Workload, add_options, config_from, given_changes, model_name
 from parallel.group import TPGroup, single_device
@@ -183,8 +183,7 @@ def parser() -> argparse.ArgumentParser:
         "--clock", choices=CLOCKS, default="wall", help="processor: for one rank on a machine that is not idle"
     )
     parser.add_argument("--quick", action="store_true", help="the smallest sizes only, to try the program")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
+    add_places(parser)
     add_options(parser)
     return parser
 

@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import plots
-from benchmarks.peers.common import PASSES, Case
-from benchmarks.peers.remote import FailedError, Remote, UnsupportedError
+from benchmarks.peers.common import PASSES, Case, UnsupportedError
+from benchmarks.peers.remote import FailedError, Remote
 from benchmarks.program import without_out
 from benchmarks.timing import CLOCKS, RESULTS, Interval, Spread, command, file_stem, header, save, table
 

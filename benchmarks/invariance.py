@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.block import Size, check_equal, milliseconds
 from benchmarks.meter import meter
 from benchmarks.program import run_program
-from benchmarks.timing import CLOCKS, Ranks, Spread, header, measure, save, table
+from benchmarks.timing import CLOCKS, Ranks, Spread, command, header, measure, save, table
 from benchmarks.traffic import Traffic
 from parallel import collectives
 from parallel.group import TPGroup
@@ -135,8 +135,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     group, ranks = TPGroup.from_environment(), Ranks(torch.device("cpu"))
-    start = "python" if world == 1 else f"OMP_NUM_THREADS={torch.get_num_threads()} torchrun --nproc-per-node {world}"
-    about = header(f"{start} -m benchmarks.invariance {' '.join(sys.argv[1:])}".strip(), ranks.device)
+    about = header(command("benchmarks.invariance", world, sys.argv[1:]), ranks.device)
     results = [
         result
         for size in SIZES

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from benchmarks import plots
 from benchmarks.memory_formula import Bytes, peak_bytes, training_bytes
 from benchmarks.meter import held_bytes, meter
 from benchmarks.program import (
+    add_places,
     group_of,
     parse,
     pretended_group,
@@ -40,7 +40,7 @@ from benchmarks.program import (
     tp_sizes,
     without_out,
 )
-from benchmarks.timing import RESULTS, command, file_stem, header, save, table
+from benchmarks.timing import command, file_stem, header, save, table
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
 from parallel.group import TPGroup
 
@@ -175,8 +175,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tp", type=tp_sizes, default=[1, 2, 4, 8], metavar="N,...", help="tensor-parallel sizes (1,2,4,8)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
+    add_places(parser)
     add_options(parser)
     return parser
 

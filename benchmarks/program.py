@@ -8,17 +8,25 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.timing import RESULTS
 from parallel.group import TPGroup, single_device
 from tpblock import Decoder, ModelConfig
 
 IDLE = timedelta(days=1)
 """How long ranks that are not needed wait for the others."""
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """The options that say where a program runs and what it writes goes."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -30,7 +30,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,9 +37,20 @@ import torch.distributed as dist
 from benchmarks import plots
 from benchmarks.flops import training_flops
 from benchmarks.memory_formula import peak_bytes
-from benchmarks.program import device_bytes, group_of, parse, refuse, run_program, sizes_that_fit, start, tp_sizes, without_out
+from benchmarks.program import (
+    add_places,
+    device_bytes,
+    group_of,
+    parse,
+    refuse,
+    run_program,
+    sizes_that_fit,
+    start,
+    tp_sizes,
+    without_out,
+)
 from benchmarks.scaling_report import Result, as_json, report
-from benchmarks.timing import RESULTS, Phases, Ranks, command, file_stem, header, measure, save
+from benchmarks.timing import Phases, Ranks, command, file_stem, header, measure, save
 from benchmarks.traffic import replay
 from benchmarks.workload import DTYPES, PHASES, Training, Workload, add_options, config_from, model_name, silently
 from parallel.traffic import Recorder, Sent
@@ -106,8 +116,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds that are kept (default: 7)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="rounds before them that are dropped (default: 2)")
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="of a device, for the MFU (default: measured)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
+    add_places(parser)
     add_options(parser)
     return parser
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,22 +37,18 @@ GPT = ModelConfig(
 )
 
 
-def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
-    return ModelConfig(**{**vars(config), **changes})
-
-
 CONFIGS = {
     "grouped-query": LLAMA,
     "gpt": GPT,
-    "heads of another width": changed(LLAMA, head_dim=4),
-    "uneven: 9 query, 3 KV heads": changed(LLAMA, heads=9, kv_heads=3, head_dim=4, d_ff=27, vocab_size=23),
-    "multi-query": changed(LLAMA, kv_heads=1),
-    "two KV heads": changed(LLAMA, kv_heads=2, layers=3),
-    "parallel": changed(LLAMA, placement=Placement.PARALLEL),
-    "parallel, multi-query": changed(LLAMA, placement=Placement.PARALLEL, kv_heads=1),
-    "two norms": changed(GPT, placement=Placement.PARALLEL_TWO_NORMS),
-    "qk-norm": changed(LLAMA, qk_norm=QKNorm.PER_HEAD),
-    "sliding window": changed(LLAMA, sliding_window=2),
+    "heads of another width": replace(LLAMA, head_dim=4),
+    "uneven: 9 query, 3 KV heads": replace(LLAMA, heads=9, kv_heads=3, head_dim=4, d_ff=27, vocab_size=23),
+    "multi-query": replace(LLAMA, kv_heads=1),
+    "two KV heads": replace(LLAMA, kv_heads=2, layers=3),
+    "parallel": replace(LLAMA, placement=Placement.PARALLEL),
+    "parallel, multi-query": replace(LLAMA, placement=Placement.PARALLEL, kv_heads=1),
+    "two norms": replace(GPT, placement=Placement.PARALLEL_TWO_NORMS),
+    "qk-norm": replace(LLAMA, qk_norm=QKNorm.PER_HEAD),
+    "sliding window": replace(LLAMA, sliding_window=2),
 }
 
 
@@ -130,4 +127,4 @@ def test_a_large_model_takes_about_six_operations_a_parameter_and_token() -> Non
 
 def test_dropout_is_refused() -> None:
     with pytest.raises(ValueError, match=r"without dropout, got 0.1 and 0"):
-        training_flops(changed(LLAMA, dropout=0.1), BATCH, SEQ)
+        training_flops(replace(LLAMA, dropout=0.1), BATCH, SEQ)

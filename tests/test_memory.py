@@ -37,23 +37,19 @@ GPT = ModelConfig(
 )
 
 
-def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
-    return ModelConfig(**{**vars(config), **changes})
-
-
 CONFIGS = {
     "grouped-query": LLAMA,
-    "multi-query, heads of another width": changed(LLAMA, kv_heads=1, head_dim=16),
-    "uneven": changed(LLAMA, heads=9, kv_heads=3, head_dim=8, d_ff=151),
+    "multi-query, heads of another width": replace(LLAMA, kv_heads=1, head_dim=16),
+    "uneven": replace(LLAMA, heads=9, kv_heads=3, head_dim=8, d_ff=151),
     "gpt": GPT,
-    "relu": changed(GPT, activation=Activation.RELU, bias=Bias.QKV),
-    "parallel": changed(LLAMA, placement=Placement.PARALLEL),
-    "parallel, relu": changed(GPT, placement=Placement.PARALLEL, activation=Activation.RELU),
-    "two norms": changed(GPT, placement=Placement.PARALLEL_TWO_NORMS, tied_embeddings=False),
-    "two RMS norms": changed(LLAMA, placement=Placement.PARALLEL_TWO_NORMS),
-    "qk-norm": changed(LLAMA, qk_norm=QKNorm.PER_HEAD),
-    "qk-norm, learned positions": changed(GPT, qk_norm=QKNorm.PER_HEAD),
-    "part of each head rotated": changed(LLAMA, rotary_fraction=0.5),
+    "relu": replace(GPT, activation=Activation.RELU, bias=Bias.QKV),
+    "parallel": replace(LLAMA, placement=Placement.PARALLEL),
+    "parallel, relu": replace(GPT, placement=Placement.PARALLEL, activation=Activation.RELU),
+    "two norms": replace(GPT, placement=Placement.PARALLEL_TWO_NORMS, tied_embeddings=False),
+    "two RMS norms": replace(LLAMA, placement=Placement.PARALLEL_TWO_NORMS),
+    "qk-norm": replace(LLAMA, qk_norm=QKNorm.PER_HEAD),
+    "qk-norm, learned positions": replace(GPT, qk_norm=QKNorm.PER_HEAD),
+    "part of each head rotated": replace(LLAMA, rotary_fraction=0.5),
 }
 
 
@@ -117,7 +113,7 @@ SIZES = {
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_the_peak_is_the_formulas_for_other_sizes(config: ModelConfig, size: tuple[int, int, dict[str, Any]]) -> None:
     batch, seq, sizes = size
-    workload = Workload(changed(config, head_dim=None, **sizes), batch, seq)
+    workload = Workload(replace(config, head_dim=None, **sizes), batch, seq)
     sums = []
     for ranks in (1, 2, 4):
         with pretended_group(ranks) as group:
@@ -129,24 +125,24 @@ def test_the_peak_is_the_formulas_for_other_sizes(config: ModelConfig, size: tup
 
 
 def test_losses_of_several_chunks_gather_their_gradient_in_float32() -> None:
-    config = changed(LLAMA, layers=1)
+    config = replace(LLAMA, layers=1)
     workload = Workload(replace(config, max_seq_len=1100), batch=1, seq=1100, dtype=torch.bfloat16)
     check(measure_rank(workload, single_device(), CPU))
 
 
 def test_the_paper_has_32_bytes_a_token_and_width_for_gpt_without_its_dropout() -> None:
     """Korthikanti et al., equation 1: 34 s b h, of which 2 are dropout masks and the scores another term."""
-    config = changed(GPT, d_ff=256, dim=64, tied_embeddings=False)
-    two, one = (training_bytes(work(changed(config, layers=layers), dtype=torch.bfloat16)).activations for layers in (2, 1))
+    config = replace(GPT, d_ff=256, dim=64, tied_embeddings=False)
+    two, one = (training_bytes(work(replace(config, layers=layers), dtype=torch.bfloat16)).activations for layers in (2, 1))
     statistics = 63 * (2 * 2 * 2 + 8 * 4)  # of two norms in bfloat16, of 8 heads in float32
     assert two - one == 32 * 63 * 64 + statistics
 
 
 def test_what_the_formula_does_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="without dropout, got 0.5 and 0"):
-        training_bytes(work(changed(LLAMA, dropout=0.5)))
+        training_bytes(work(replace(LLAMA, dropout=0.5)))
     with pytest.raises(ValueError, match="a window of 4 of 21 tokens"):
-        training_bytes(work(changed(LLAMA, sliding_window=4)))
+        training_bytes(work(replace(LLAMA, sliding_window=4)))
 
 
 def test_the_meter_counts_each_storage_once_and_as_long_as_it_lives() -> None:

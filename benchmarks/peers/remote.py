@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, NoReturn
 
+from benchmarks.peers.common import UnsupportedError
 from benchmarks.timing import ROOT
 
 TAIL = 2000
@@ -23,10 +24,6 @@ TAIL = 2000
 
 class FailedError(Exception):
     """A contender ended, was silent for too long, or reported an error. Its processes are gone."""
-
-
-class UnsupportedError(Exception):
-    """A contender cannot do what it was asked."""
 
 
 class Remote:
