@@ -6,9 +6,9 @@
 
 The peers as they are on the package index: torch DTensor's best plan, transformers' tp_plan, Megatron-Core (as it is, and with
 torch's SDPA for its attention), and DeepSpeed AutoTP; besides, our own parallel block against our sequential one, and ours against
-ours over gloo. Each runs in processes of its own, which are started once and take turns by command: in each round ours and a
-peer's follow each other, in an order that alternates. The ratio is ours over theirs, taken round by round: its median with a 95%
-bootstrap confidence interval.
+ours over gloo and with torch's own products. Each runs in processes of its own, which are started once and take turns by
+command: in each round ours and a peer's follow each other, in an order that alternates. The ratio is ours over theirs, taken
+round by round: its median with a 95% bootstrap confidence interval.
 
 Megatron-Core is part of the extra on Python 3.11. It may be in an environment of its own instead, which ``--megatron-python``
 names: ``python3.11 -m venv OTHER && OTHER/bin/pip install torch==2.13.0 megatron-core==0.16.1``.
@@ -46,7 +46,7 @@ BOUNDS = {"latency": 0, "middle": 1, "compute": 2, "large": 2}
 OTHERS = (0.60, 0.80, 0.92)
 GOALS = {"megatron": (0.85, 0.92, 0.97), "dtensor": OTHERS, "transformers": OTHERS, "autotp": OTHERS}
 """Ratios of forward and backward at two ranks to be reached, where bound by latency, in the middle, bound by computing."""
-PEERS = ("dtensor", "transformers", "autotp", "megatron", "megatron-sdpa", "megatron-fused", "parallel", "gloo")
+PEERS = ("dtensor", "transformers", "autotp", "megatron", "megatron-sdpa", "megatron-fused", "parallel", "gloo", "mkl")
 DEFAULT_PEERS = ",".join(peer for peer in PEERS if peer != "megatron-fused")
 TURN, MOST_STEPS = 0.1, 200
 """So many seconds a turn lasts about, in steps of which there are at most so many."""
@@ -58,8 +58,9 @@ LONGEST_NAME = 60
 EXPLAINED = """\
 Ratios are ours over the peer's, below 1 where ours is faster. Collectives: of a forward and backward, if eager.
 
-Eager code of ours exchanges through shared memory between ranks on one machine; every peer goes through gloo. `gloo` is ours over
-gloo, too: that ratio is what the transport alone makes. Compiled code of ours goes through gloo."""
+Ours exchanges through shared memory between ranks on one machine, and multiplies float32 matrices with oneDNN where that is faster
+than MKL (AVX-512 without Intel); every peer goes through gloo and MKL. `gloo` is ours over gloo, `mkl` ours with MKL: those ratios
+are what the one and the other make alone. Compiled code of ours goes through gloo."""
 
 Start = Callable[[str], Remote]
 """Makes a contender of a name, not yet running."""
@@ -158,11 +159,11 @@ def mismatch(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[
 
 
 def pair(peer: str) -> tuple[str, str]:
-    """The contenders whose ratio is asked for. "parallel": our parallel block over our sequential one; "gloo": ours over ours
-    without shared memory."""
+    """The contenders whose ratio is asked for. "parallel": our parallel block over our sequential one; "gloo" and "mkl": ours over
+    ours without shared memory, or without oneDNN."""
     if peer == "parallel":
         return "tpblock-parallel", OURS
-    return OURS, "tpblock-gloo" if peer == "gloo" else peer
+    return OURS, f"tpblock-{peer}" if peer in ("gloo", "mkl") else peer
 
 
 def take_turns(contenders: Sequence[Remote], run: str, turns: Turns) -> tuple[list[float], list[float]]:

@@ -22,6 +22,7 @@ from parallel import collectives
 from parallel.cross_entropy import TokenLoss
 from parallel.group import TPGroup, single_device
 from parallel.layout import Part
+from parallel.matmul import matmul
 from tpblock import Activation, ModelConfig, Norm
 from tpblock.config import Parallelism
 from tpblock.feedforward import FeedForward
@@ -102,9 +103,9 @@ class Calibration:
         flops = 3 * product.flops
 
         def run() -> None:
-            F.linear(x, w)
-            dy.matmul(w)
-            dy.t().matmul(x)
+            matmul(x, w.t())
+            matmul(dy, w)
+            matmul(dy.t(), x)
 
         self._add(f"products {m} {n} {k}", run, self.scale.calls_of(flops=flops), ("matrix", product.side, flops))
 
@@ -217,10 +218,10 @@ class Calibration:
 
         def both() -> None:
             finish = collectives.start_all_reduce(x, group)
-            a.matmul(b)
+            matmul(a, b)
             finish()
 
-        runs = {"product": lambda: a.matmul(b), "sum": lambda: collectives.start_all_reduce(x, group)(), "both": both}
+        runs = {"product": lambda: matmul(a, b), "sum": lambda: collectives.start_all_reduce(x, group)(), "both": both}
         for name, run in runs.items():
             self.contenders[f"beside, {name}"] = repeated(run, self.scale.calls // 2)
 

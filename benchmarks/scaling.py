@@ -53,6 +53,7 @@ from benchmarks.scaling_report import Result, as_json, report
 from benchmarks.timing import Phases, Ranks, command, file_stem, header, measure, save
 from benchmarks.traffic import replay
 from benchmarks.workload import DTYPES, PHASES, Training, Workload, add_options, config_from, model_name, silently
+from parallel.matmul import matmul
 from parallel.traffic import Recorder, Sent
 
 
@@ -70,7 +71,7 @@ def run_size(training: Training, *, rounds: int, warmup: int, compiled: bool) ->
     contenders: dict[str, Callable[[], object] | Phases] = {
         "step": training.step,
         "phases": training.phases,
-        "matrix": lambda: torch.mm(a, b),
+        "matrix": lambda: matmul(a, b),
     }
     if group.size > 1:
         contenders["computation"] = {phase: silently(run) for phase, run in training.phases.items()}

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from parallel import collectives
 from parallel.group import TPGroup
 from parallel.layout import Part, Run
+from parallel.matmul import matmul
 from parallel.shared_memory import Pending
 from parallel.virtual import aligned, joined, sum_shards
 
@@ -193,16 +193,16 @@ class LinearCrossEntropy(Function):
             rows, y = full[at : at + chunk], labels[at : at + chunk]
             if group.invariant:
                 rows = aligned(rows)
-            zs = [F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)]
+            zs = [matmul(rows, w.t(), b) for w, b in zip(weights, biases, strict=True)]
             ps, statistics = zip(*(loss.local(z, y) for loss, z in zip(losses, zs, strict=True)), strict=True)
             token_losses, factors = _merge(losses, statistics, y, group)
             if any(needs):
                 for i, loss in enumerate(losses):
                     dz = loss.logit_gradient(ps[i], factors[i], y, None, zs[i])
                     if (dx := dxs[i]) is not None:
-                        dx[at : at + chunk] = dz.matmul(weights[i])
+                        dx[at : at + chunk] = matmul(dz, weights[i])
                     if need_dw:
-                        dws[i] = _accumulate(dws[i], dz.t().matmul(rows))
+                        dws[i] = _accumulate(dws[i], matmul(dz.t(), rows))
                     if need_db:
                         dbs[i] = _accumulate(dbs[i], dz.sum(0))
             return token_losses

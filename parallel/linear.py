@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from parallel import collectives, rng
 from parallel.group import TPGroup
 from parallel.layout import Layout, Part, column_layout, row_layout
+from parallel.matmul import linear, matmul
 from parallel.regions import (
     check_dtypes,
     copy_to_ranks,
@@ -60,7 +60,7 @@ class _ColumnLinear(Function):
         ctx.group, ctx.counts, ctx.reduce_dtype, ctx.has_bias = group, counts, reduce_dtype, bias is not None
         if counts is not None:
             x = collectives.all_gather(x, group, counts)
-        return F.linear(x, weight, bias)
+        return matmul(x, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,14 +70,14 @@ class _ColumnLinear(Function):
         dx = dw = db = finish_dx = None
         finish_x = collectives.start_all_gather(x, group, counts) if counts is not None and need_dw else None
         if need_dx:
-            partial = dy.matmul(weight)
+            partial = matmul(dy, weight)
             if counts is None:
                 finish_dx = collectives.start_all_reduce(partial, group, reduce_dtype)
             else:
                 finish_dx = collectives.start_reduce_scatter(partial, group, counts, reduce_dtype)
         if need_dw:
             full = x if finish_x is None else finish_x()
-            dw = as_matrix(dy).t().matmul(as_matrix(full))
+            dw = matmul(as_matrix(dy).t(), as_matrix(full))
         if ctx.has_bias and need_db:
             db = as_matrix(dy).sum(0)
         if finish_dx is not None:
@@ -120,7 +120,7 @@ def column_parallel_linear(
         ys = linear_shards(copies, weight, bias, layout, group)
         return ys if sequence_parallel else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
     if group.size == 1:
-        return [F.linear(x, weight, bias)]
+        return [linear(x, weight, bias)]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -130,12 +130,12 @@ def column_parallel_linear(
 def linear_shards(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None, layout: Layout, group: TPGroup) -> list[Tensor]:
     """``F.linear`` of each shard that this rank owns with its own x, without any collective."""
     if not group.invariant:
-        return [F.linear(xs[0], weight, bias)]
+        return [linear(xs[0], weight, bias)]
     weights = weight_shards(weight, layout, group.rank)
     if bias is None:
-        return [F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
+        return [linear(x, w) for x, w in zip(xs, weights, strict=True)]
     biases = weight_shards(bias, column_layout(layout.shape[:1], layout.parts, layout.owners), group.rank)
-    return [F.linear(x, w, b) for x, w, b in zip(xs, weights, biases, strict=True)]
+    return [linear(x, w, b) for x, w, b in zip(xs, weights, biases, strict=True)]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -338,7 +338,7 @@ class RowParallelLinear(nn.Module):
                     f"RowParallelLinear expects this rank's {width} of {self.in_features} inputs, got {x.shape[-1]}"
                 )
         if not self.group.invariant:
-            return [F.linear(xs[0], self.weight)]
+            return [linear(xs[0], self.weight)]
         check_supported(xs[0])
         leaves = linear_shards([as_matrix(x) for x in xs], self.weight, None, layout, self.group)
         return [leaf.view(*xs[0].shape[:-1], self.out_features) for leaf in leaves]
@@ -386,7 +386,7 @@ class RowParallelLinear(nn.Module):
     def from_shards(self, xs: Sequence[Tensor]) -> Tensor:
         """y from x_r as one tensor for each shard that this rank owns, as :meth:`ColumnParallelLinear.shards` gives them."""
         if self.layouts["weight"].uncut:
-            return F.linear(xs[0], self.weight, self.bias)
+            return linear(xs[0], self.weight, self.bias)
         leaves = self.leaves(xs)
         return self.add_bias(self.reduce(leaves), tokens=leaves[0].shape[0])
 

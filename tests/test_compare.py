@@ -185,14 +185,13 @@ def test_the_real_contenders_agree_and_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs = {"transformers": "transformers", "autotp": "deepspeed", "megatron": "megatron", "megatron-sdpa": "megatron"}
-    peers = [
-        peer for peer in ("parallel", "gloo", "dtensor", *needs) if peer not in needs or importlib.util.find_spec(needs[peer])
-    ]
+    own = ("parallel", "gloo", "mkl")
+    peers = [*own, "dtensor", *(peer for peer, package in needs.items() if importlib.util.find_spec(package))]
     monkeypatch.setitem(compare.SIZES, "latency", (128, 2, 16))
     switches = "--sequence-parallel both --compile off --layers 2 --ranks 2 --rounds 1 --warmup 1"
     code = compare.main(["--sizes", "latency", "--peers", ",".join(peers), *switches.split(), "--out", str(tmp_path)])
     text = capsys.readouterr().out
     assert code == 0 and "failed" not in text, text
     for peer in peers:
-        forms = 2 if peer in ("parallel", "gloo", "dtensor") else 1
+        forms = 2 if peer in (*own, "dtensor") else 1
         assert text.count(f"| {peer} |") == 2 * forms * len(common.PASSES), f"{peer}:\n{text}"

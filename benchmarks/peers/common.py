@@ -34,6 +34,7 @@ MODULES = {
     "tpblock": "tpblock_",
     "tpblock-parallel": "tpblock_",
     "tpblock-gloo": "tpblock_",
+    "tpblock-mkl": "tpblock_",
     "dtensor": "dtensor",
     "transformers": "transformers_",
     "autotp": "autotp",

@@ -1,4 +1,5 @@
-"""This library: the sequential (pre-norm) block and model, both over gloo, and the parallel block, which sends less often."""
+"""This library: the sequential (pre-norm) block and model, the same over gloo and with torch's own products, and the parallel
+block, which sends less often."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.common import EPS, Case, Contender, gathered, kind, weights
+from parallel import matmul
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
 from parallel.state import named_layouts, scatter_state
@@ -60,4 +62,6 @@ class Ours(Contender):
 
 def build(case: Case, name: str) -> Contender:
     placement = Placement.PARALLEL if name == "tpblock-parallel" else Placement.PRE
+    if name == "tpblock-mkl":
+        matmul.ONEDNN_IS_FASTER = False
     return Ours(case, placement, shared_memory=name != "tpblock-gloo")

@@ -1,0 +1,118 @@
+"""Matrix products through the faster of the libraries that torch brings.
+
+On x86 CPUs torch hands float32 products to MKL, which uses AVX-512 on Intel's processors only. On others that have it oneDNN,
+to which torch gives bfloat16, takes half the time for the same product. Everything else (other dtypes, GPUs, products too small
+to be worth the call, ``torch.backends.mkldnn.enabled = False``) is left to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.utils.flop_counter import mm_flop, register_flop_formula
+
+FEWEST_ROWS, FEWEST_PRODUCTS = 16, 2**21
+"""Of an output and of multiplications: below, a call of oneDNN gains nothing."""
+
+
+def _onednn_is_faster() -> bool:
+    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    processor = torch.cpu.get_capabilities()
+    return bool(processor.get("avx512_f")) and "Intel" not in str(processor.get("cpu_name"))
+
+
+ONEDNN_IS_FASTER = _onednn_is_faster()
+
+
+def _takes_onednn(a: Tensor, b: Tensor) -> bool:
+    """Whether [..., k] @ [k, n] is for oneDNN."""
+    return (
+        ONEDNN_IS_FASTER
+        and a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and a.ndim > 1
+        and a.shape[-1] == b.shape[0]
+        and a.numel() >= FEWEST_ROWS * a.shape[-1]
+        and a.numel() * b.shape[1] >= FEWEST_PRODUCTS
+        and not torch.is_autocast_enabled("cpu")
+        and (torch.compiler.is_compiling() or bool(torch.backends.mkldnn.enabled))
+    )
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+
+
+@torch.library.custom_op("tpblock::matmul", mutates_args=())
+def _opaque(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """For torch.compile, which takes oneDNN's own operator for one with constant weights."""
+    return _onednn(a, b, bias)
+
+
+@_opaque.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[1])
+
+
+@register_flop_formula(torch.ops.tpblock.matmul)
+def _opaque_flops(a: tuple[int, ...], b: tuple[int, ...], *_: object, **__: object) -> int:
+    return mm_flop((a[:-1].numel(), a[-1]), b)  # type: ignore[attr-defined]
+
+
+@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+def _onednn_flops(a: tuple[int, ...], w: tuple[int, ...], *_: object, **__: object) -> int:
+    return mm_flop((a[:-1].numel(), a[-1]), (w[1], w[0]))  # type: ignore[attr-defined]
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions: no graph is recorded of it."""
+    if _takes_onednn(a, b):
+        if torch.compiler.is_compiling():
+            return torch.ops.tpblock.matmul(a, b, bias)
+        if not torch.is_grad_enabled():  # else someone wants the gradient's gradient
+            return _onednn(a, b, bias)
+    return a.matmul(b) if bias is None else F.linear(a, b.t(), bias)
+
+
+class _Recorded(Function):
+    """The place in the graph of a product that is made after it: without memory, of the product's shape.
+
+    What backward needs is saved before the product is made, as torch's own linear does it, so that activation checkpointing can
+    leave out the last product of what it computes again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad
+        dx = matmul(dy, weight) if need_dx else None
+        return dx, matmul(dy.flatten(0, -2).t(), x.flatten(0, -2)) if need_dw else None
+
+
+class _Made(Function):
+    """The product in its recorded place."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return matmul(x, weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: x [..., in] with weight [out, in] and bias [out] gives [..., out]."""
+    if not _takes_onednn(x, weight.t()):
+        return F.linear(x, weight, bias)
+    return _Made.apply(_Recorded.apply(x, weight), x, weight, bias)
