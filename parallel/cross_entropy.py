@@ -202,7 +202,7 @@ class LinearCrossEntropy(Function):
                     if (dx := dxs[i]) is not None:
                         dx[at : at + chunk] = matmul(dz, weights[i])
                     if need_dw:
-                        dws[i] = _accumulate(dws[i], matmul(dz.t(), rows))
+                        dws[i] = _accumulate(dws[i], matmul(dz.t(), rows, spare=ps[i]))
                     if need_db:
                         dbs[i] = _accumulate(dbs[i], dz.sum(0))
             return token_losses

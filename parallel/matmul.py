@@ -44,7 +44,9 @@ def _takes_onednn(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = None) -> Tensor:
+    if not a.is_contiguous():  # It would copy them itself, unseen by whoever counts memory.
+        a = a.contiguous() if spare is None else spare.view(a.shape).copy_(a)
     return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
 
 
@@ -69,13 +71,16 @@ def _onednn_flops(a: tuple[int, ...], w: tuple[int, ...], *_: object, **__: obje
     return mm_flop((a[:-1].numel(), a[-1]), (w[1], w[0]))  # type: ignore[attr-defined]
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions: no graph is recorded of it."""
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, spare: Tensor | None = None) -> Tensor:
+    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions: no graph is recorded of it.
+
+    ``spare``: memory as large as a, of its dtype, that may be written over, in case a has to be copied.
+    """
     if _takes_onednn(a, b):
         if torch.compiler.is_compiling():
             return torch.ops.tpblock.matmul(a, b, bias)
         if not torch.is_grad_enabled():  # else someone wants the gradient's gradient
-            return _onednn(a, b, bias)
+            return _onednn(a, b, bias, spare)
     return a.matmul(b) if bias is None else F.linear(a, b.t(), bias)
 
 
