@@ -58,9 +58,9 @@ LONGEST_NAME = 60
 EXPLAINED = """\
 Ratios are ours over the peer's, below 1 where ours is faster. Collectives: of a forward and backward, if eager.
 
-Ours exchanges through shared memory between ranks on one machine, and multiplies float32 matrices with oneDNN where that is faster
-than MKL (AVX-512 without Intel); every peer goes through gloo and MKL. `gloo` is ours over gloo, `mkl` ours with MKL: those ratios
-are what the one and the other make alone. Compiled code of ours goes through gloo."""
+Ours, eager or compiled, exchanges through shared memory between ranks on one machine, and multiplies float32 matrices with oneDNN
+where that is faster than MKL (AVX-512 without Intel); every peer goes through gloo and MKL. `gloo` is ours over gloo, `mkl` ours
+with MKL: those ratios are what the one and the other make alone."""
 
 Start = Callable[[str], Remote]
 """Makes a contender of a name, not yet running."""

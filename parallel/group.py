@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.compiled import carrier
 from parallel.layout import Run, deal
 
 
@@ -37,6 +38,8 @@ class TPGroup:
     shared_memory: bool = True
     over_gloo: bool = field(init=False, repr=False, compare=False)
     """Whether gloo carries what ranks send from their CPUs."""
+    cpu_name: str = field(init=False, repr=False, compare=False, default="")
+    """The name under which torch's functional collectives know who carries tensors of CPUs in compiled code."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -49,7 +52,10 @@ class TPGroup:
             )
 
         ranks = self.process_group
-        object.__setattr__(self, "over_gloo", ranks is not None and "cpu:gloo" in dist.get_backend_config(ranks))
+        over_gloo = ranks is not None and "cpu:gloo" in dist.get_backend_config(ranks)
+        object.__setattr__(self, "over_gloo", over_gloo)
+        if ranks is not None:
+            object.__setattr__(self, "cpu_name", carrier(ranks) if over_gloo and self.shared_memory else ranks.group_name)
 
     def __deepcopy__(self, _: object) -> TPGroup:
         """Itself: a copy of a module communicates over the same ranks, and a process group cannot be copied."""

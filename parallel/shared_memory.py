@@ -6,7 +6,7 @@ between small products it costs a hundred times as long as the reading (docs/per
 of the ranks, so that all of them get the same bits.
 
 The order in which two processes see each other's writes is that of x86: other processors are left to gloo, as are ranks on
-several machines and compiled code. The memory has no name, and ends with the last process that holds it; what large tensors have
+several machines. The memory has no name, and ends with the last process that holds it; what large tensors have
 once used of the slots stays taken. Only one thread of a rank may be in the collectives of a group at a time.
 """
 
@@ -27,9 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel.group import TPGroup
 from parallel.layout import deal
-from parallel.traffic import Sent, note
 
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
@@ -59,9 +57,9 @@ _MOST_RANKS = (_PAGE // 8 // (1 + SLOTS) - _PARTS) // 2
 class Channel:
     """The memory that the ranks of one process group share, and where this rank is in the sequence of their collectives."""
 
-    def __init__(self, memory: mmap.mmap, group: TPGroup, pids: Sequence[int], timeout: float) -> None:
-        self.rank, self.size, self.pids, self.timeout = group.rank, group.size, pids, timeout
-        self._names = dist.get_process_group_ranks(group.connected)
+    def __init__(self, memory: mmap.mmap, ranks: dist.ProcessGroup, pids: Sequence[int], timeout: float) -> None:
+        self.rank, self.size, self.pids, self.timeout = ranks.rank(), ranks.size(), pids, timeout
+        self._names = dist.get_process_group_ranks(ranks)
         self._words = memoryview(memory).cast("q")
         with torch.inference_mode(False):  # else nothing could be written to it outside of that mode
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -194,60 +192,52 @@ class Exchange:
         return self._result
 
 
-def start_all_reduce(owned: Tensor, channel: Channel) -> Pending:
-    """The sum over the ranks, which may be written over ``owned``."""
-    note(Sent.on_a_ring("all_reduce", owned.numel(), owned.dtype, channel.size))
-    if channel.size > 2 and owned.nbytes > WHOLE_BYTES:
-        counts = [run.length for run in deal(owned.numel(), channel.size)]
-        part = _start_reduce_scatter(owned.detach().view(-1), channel, counts)
-        return lambda: _start_all_gather(part(), channel, counts)().view(owned.shape)
-
-    def combine(given: list[Tensor]) -> Tensor:
-        total = owned.detach().view(-1)
-        torch.add(given[0], given[1], out=total)
-        for other in given[2:]:
-            total += other
-        return total.view(owned.shape)
-
-    return channel.start("all_reduce", owned, [owned.numel()] * channel.size, combine)
+def in_parts(x: Tensor, channel: Channel) -> bool:
+    """Whether an all-reduce of x is two collectives, the second of which begins when the result is waited for."""
+    return channel.size > 2 and x.nbytes > WHOLE_BYTES
 
 
-def start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
+def start_all_reduce(x: Tensor, channel: Channel, out: Tensor | None = None) -> Pending:
+    """The sum over the ranks. As below it is written to ``out``, if given (contiguous); here that may be x itself."""
+    if in_parts(x, channel):
+        counts = [run.length for run in deal(x.numel(), channel.size)]
+        part = start_reduce_scatter(x.reshape(-1), channel, counts)
+        return lambda: start_all_gather(part(), channel, counts, _flat(out))().view(x.shape)
+    taken = [x.numel()] * channel.size
+    return channel.start("all_reduce", x, taken, lambda given: _sum(given, out).view(x.shape))
+
+
+def start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int], out: Tensor | None = None) -> Pending:
     """The sum of x [sum(counts), ...] over the ranks, of which each keeps its rows: [counts[rank], ...]."""
-    note(Sent.on_a_ring("reduce_scatter", x.numel(), x.dtype, channel.size))
-    return _start_reduce_scatter(x, channel, counts)
-
-
-def start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
-    """The ranks' rows stacked: [counts[rank], ...] -> [sum(counts), ...]."""
-    note(Sent.on_a_ring("all_gather", sum(counts) * x.shape[1:].numel(), x.dtype, channel.size))
-    return _start_all_gather(x, channel, counts)
-
-
-def _start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
     row, shape = x.shape[1:].numel(), (counts[channel.rank], *x.shape[1:])
-
-    def combine(given: list[Tensor]) -> Tensor:
-        total = given[0] + given[1]
-        for other in given[2:]:
-            total += other
-        return total.view(shape)
-
     taken = [counts[channel.rank] * row] * channel.size
-    return channel.start("reduce_scatter", x, taken, combine, given=[count * row for count in counts])
+    given = [count * row for count in counts]
+    return channel.start("reduce_scatter", x, taken, lambda given: _sum(given, out).view(shape), given)
 
 
-def _start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int]) -> Pending:
+def start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int], out: Tensor | None = None) -> Pending:
+    """The ranks' rows stacked: [counts[rank], ...] -> [sum(counts), ...]."""
     row, shape = x.shape[1:].numel(), (sum(counts), *x.shape[1:])
-    return channel.start("all_gather", x, [count * row for count in counts], lambda given: torch.cat(given).view(shape))
+    taken = [count * row for count in counts]
+    return channel.start("all_gather", x, taken, lambda given: torch.cat(given, out=_flat(out)).view(shape))
 
 
 def start_all_to_all(x: Tensor, channel: Channel, given: Sequence[int], taken: Sequence[int]) -> Pending:
     """The ``taken[r]`` rows that each rank r gives, stacked, from the ``given[r]`` rows for each rank of x [sum(given), ...]."""
     row, shape = x.shape[1:].numel(), (sum(taken), *x.shape[1:])
-    note(Sent.on_a_ring("all_to_all", x.numel(), x.dtype, channel.size, given[channel.rank] / max(1, sum(given))))
     rows = [[count * row for count in counts] for counts in (taken, given)]
     return channel.start("all_to_all", x, rows[0], lambda parts: torch.cat(parts).view(shape), given=rows[1])
+
+
+def _sum(given: list[Tensor], out: Tensor | None) -> Tensor:
+    total = torch.add(given[0], given[1], out=_flat(out))
+    for other in given[2:]:
+        total += other
+    return total
+
+
+def _flat(out: Tensor | None) -> Tensor | None:
+    return None if out is None else out.detach().view(-1)
 
 
 # -- setting up
@@ -255,42 +245,43 @@ def start_all_to_all(x: Tensor, channel: Channel, given: Sequence[int], taken: S
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()
 
 
-def channel(group: TPGroup) -> Channel | None:
-    """The memory that the group's ranks share; None if they cannot. At first all ranks call it."""
-    ranks = group.connected
+def channel(ranks: dist.ProcessGroup, most: int = 0) -> Channel | None:
+    """The memory through which ranks exchange tensors of at most so many bytes each; None if they cannot. All ranks call it."""
+    if most > SLOT_BYTES:
+        return None
     if ranks not in _channels:
         with _disable_current_modes():
-            _channels[ranks] = _connect(group)
+            _channels[ranks] = _connect(ranks)
     return _channels[ranks]
 
 
-def _connect(group: TPGroup) -> Channel | None:
+def _connect(ranks: dist.ProcessGroup) -> Channel | None:
     """Rank 0 makes the memory; the others open it by its place among the files of that process."""
-    size, machine, memory = Channel.needed(group.size), _machine(), None
+    size, machine, memory = Channel.needed(ranks.size()), _machine(), None
     with ExitStack() as files:
         mark = b""
         with suppress(OSError):
-            if group.rank == 0 and machine:
+            if ranks.rank() == 0 and machine:
                 memory = files.enter_context(open(os.memfd_create("tpblock"), "r+b", buffering=0))
                 memory.write(mark := os.urandom(16))
                 memory.truncate(size)
-        told: list[tuple[str, int, int, bytes]] = [("", 0, 0, b"")] * group.size
+        told: list[tuple[str, int, int, bytes]] = [("", 0, 0, b"")] * ranks.size()
         mine = machine, os.getpid(), memory.fileno() if memory else -1, mark
-        dist.all_gather_object(told, mine, group=group.process_group)
+        dist.all_gather_object(told, mine, group=ranks)
         mapped = None
         with suppress(OSError, ValueError):
-            if machine and len({where for where, *_ in told}) == 1 and group.size <= _MOST_RANKS:
+            if machine and len({where for where, *_ in told}) == 1 and ranks.size() <= _MOST_RANKS:
                 _, pid, number, mark = told[0]
                 with open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
                     mapped = mmap.mmap(file.fileno(), size)
                 if mapped[:16] != mark:  # another machine's that has the same names
                     mapped = None
-        opened: list[bool] = [False] * group.size
-        dist.all_gather_object(opened, mapped is not None, group=group.process_group)
+        opened: list[bool] = [False] * ranks.size()
+        dist.all_gather_object(opened, mapped is not None, group=ranks)
     if mapped is None or not all(opened):
         return None
-    timeout = group.connected._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return Channel(mapped, group, [pid for _, pid, *_ in told], timeout)
+    timeout = ranks._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return Channel(mapped, ranks, [pid for _, pid, *_ in told], timeout)
 
 
 def _code(kind: str, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.group import TPGroup
 
 listeners: list[Callable[[Sent], None]] = []
-"""Told of each collective of shared_memory.py, for which torch runs no operator."""
+"""Told of each collective of eager code through shared memory, for which torch runs no operator."""
 
 KINDS = {
     "all_reduce": "all_reduce",
@@ -54,10 +54,10 @@ class Sent:
         return cls(kind, elements, dtype, share * elements * dtype.itemsize)
 
 
-def note(sent: Sent) -> None:
-    """Tells who listens of a collective of shared_memory.py."""
+def note(kind: str, elements: int, dtype: torch.dtype, ranks: int, kept: float = 0.0) -> None:
+    """Tells who listens of a collective for which eager code runs no operator; the arguments are those of ``Sent.on_a_ring``."""
     for listener in listeners:
-        listener(sent)
+        listener(Sent.on_a_ring(kind, elements, dtype, ranks, kept))
 
 
 def collective(op: Any) -> str | None:

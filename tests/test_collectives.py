@@ -311,7 +311,7 @@ def test_a_rank_that_ends_is_told_by_those_who_wait(pool: Pool) -> None:
 
 
 def comes_late(group: TPGroup) -> None:
-    channel = shared_memory.channel(group)
+    channel = shared_memory.channel(group.connected)
     assert channel is not None
     if group.rank == 1:
         time.sleep(1.5)
