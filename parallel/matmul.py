@@ -18,6 +18,9 @@ from torch.utils.flop_counter import mm_flop, register_flop_formula
 FEWEST_ROWS, FEWEST_PRODUCTS = 16, 2**22
 """Of an output and of multiplications: below, a call of oneDNN gains nothing."""
 
+MOST_COPIED = 2**21
+"""Numbers of a transposed operand at a time."""
+
 
 def _onednn_is_faster() -> bool:
     if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
@@ -44,10 +47,23 @@ def _takes_onednn(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = None) -> Tensor:
-    if not a.is_contiguous():  # It would copy them itself, unseen by whoever counts memory.
-        a = a.contiguous() if spare is None else spare.view(a.shape).copy_(a)
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = None) -> Tensor:
+    """It takes b in any order and would copy an a whose rows are not contiguous: all of it, in memory that nobody has counted."""
+    if a.is_contiguous():
+        return _product(a, b, bias)
+    if spare is not None:
+        return _product(spare.view(a.shape).copy_(a), b, bias)
+    if a.numel() <= MOST_COPIED:
+        return _product(a.contiguous(), b, bias)
+    parts = a.chunk(-(-a.numel() // MOST_COPIED))
+    y = a.new_empty(*a.shape[:-1], b.shape[1])
+    for part, rows in zip(parts, y.split([len(part) for part in parts]), strict=True):
+        rows.copy_(_product(part.contiguous(), b, bias))
+    return y
 
 
 @torch.library.custom_op("tpblock::matmul", mutates_args=())

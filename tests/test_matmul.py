@@ -88,6 +88,18 @@ def test_a_linear_and_its_gradients(onednn: None, name: str, bias: bool) -> None
         torch.testing.assert_close(value, expected)
 
 
+@pytest.mark.parametrize("most", [1, 60, 10**9])
+def test_a_transposed_operand_is_copied_in_parts(onednn: None, most: int) -> None:
+    a, b = numbers(20, 9).t(), numbers(20, 7)
+    with mock.patch.object(module, "MOST_COPIED", most), torch.no_grad(), Products() as seen:
+        y, spared = matmul(a, b, numbers(7)), matmul(a, b, spare=numbers(9, 20))
+        batches = matmul(numbers(6, 5, 20)[::2], b)
+    torch.testing.assert_close(y, a @ b + numbers(7))
+    torch.testing.assert_close(spared, a @ b)
+    torch.testing.assert_close(batches, numbers(6, 5, 20)[::2] @ b)
+    assert len(seen.names) == {1: 9 + 1 + 3, 60: 3 + 1 + 3, 10**9: 3}[most]
+
+
 def test_the_gradient_of_a_gradient(onednn: None) -> None:
     x, weight = INPUTS["matrix"]
     ours, theirs = (grads(f, x, weight, numbers(7), again=True) for f in (linear, F.linear))
