@@ -46,7 +46,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from benchmarks.flops import Shares, training_flops
-from benchmarks.memory_formula import LOSS_CHUNK, Bytes, parameter_sizes, training_bytes
+from benchmarks.memory_formula import Bytes, parameter_sizes, peak_bytes, training_bytes
 from benchmarks.timing import Throughput
 from benchmarks.work import Phase, step_work
 from benchmarks.workload import PHASES, Workload
@@ -300,8 +300,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step. ``seconds`` by phase, ``data``: seconds that data parallelism's collectives add; ``held``: bytes of a rank;
-    ``beyond``: bytes of the largest collective, if the CPUs were measured with smaller ones only, else zero."""
+    """A step. ``seconds`` by phase, ``data``: seconds that data parallelism's collectives add; ``held``: bytes of a rank, by kind;
+    ``memory``: those of all its tensors at the worst moment; ``beyond``: bytes of the largest collective, if the CPUs were measured
+    with smaller ones only, else zero."""
 
     plan: Plan
     micro_batches: int
@@ -311,7 +312,7 @@ class Prediction:
     model_flops: int
     peak: float
     held: Bytes
-    working: int
+    memory: int
     usable: float
     beyond: float
 
@@ -336,10 +337,6 @@ class Prediction:
     def mfu(self) -> float:
         """Model FLOPs utilisation: of the peak, by the operations that the model needs (recomputation left out)."""
         return self.model_flops / (self.step * self.plan.devices * self.peak)
-
-    @property
-    def memory(self) -> int:
-        return self.held.total + self.working
 
     @property
     def fits(self) -> bool:
@@ -383,7 +380,7 @@ def predict(workload: Workload, plan: Plan, machine: Machine, usable: float = 0.
         model_flops=training_flops(workload.config, workload.batch, workload.seq).model,
         peak=machine.peak[name],
         held=held,
-        working=_working(small, plan, machine),
+        memory=_peak(small, plan, micro_batches, machine, held),
         usable=usable * machine.memory_bytes,
         beyond=_beyond(small, plan, machine, work),
     )
@@ -431,20 +428,23 @@ def _held(small: Workload, plan: Plan, micro_batches: int, machine: Machine) -> 
     return replace(held, **shared)
 
 
-def _working(small: Workload, plan: Plan, machine: Machine) -> int:
-    """Bytes beside those that are held: a chunk's logits, the block that is computed again, gathered parameters, buckets."""
-    own, e = Shares.of(small.config, 0, plan.tp), small.dtype.itemsize
-    total = min(small.tokens, LOSS_CHUNK) * own.v * (e + max(e, 4))
-    one = replace(small, config=replace(small.config, layers=1, full_attention_layers=()))
-    if small.activation_checkpointing:
-        plain = replace(one, activation_checkpointing=False)
-        total = max(total, training_bytes(plain, 0, plan.tp, fused_norm=machine.asynchronous).activations)
-    if plan.dp > 1 and plan.engine == "fsdp2":
+def _peak(small: Workload, plan: Plan, micro_batches: int, machine: Machine, held: Bytes) -> int:
+    """peak_bytes, with what the replicas share and what keeps them together. Several replicas have gradients all the time, too:
+    DistributedDataParallel's buckets, FSDP2's of other blocks."""
+    fused_norm, several = machine.asynchronous, plan.dp > 1 or micro_batches > 1
+    alone = training_bytes(small, 0, plan.tp, fused_norm=fused_norm)
+    peak = peak_bytes(small, 0, plan.tp, fused_norm=fused_norm, accumulate=several)
+    return peak + held.total - alone.total + (_engine_bytes(small, plan) if plan.dp > 1 else 0)
+
+
+def _engine_bytes(small: Workload, plan: Plan) -> int:
+    """What FSDP2 has gathered (the block in use, its gradients, the next block, and the root, which stays); or the bucket that
+    DistributedDataParallel sends in float32."""
+    e = small.dtype.itemsize
+    if plan.engine == "fsdp2":
         block, rest = _gathered(small, plan.tp)
-        total += (3 * block + rest) * e  # the block in use, its gradients, the next block, and those of the root, which stay
-    elif plan.dp > 1 and e < 4:
-        total += 2 * BUCKET
-    return total
+        return (3 * block + rest) * e
+    return 2 * BUCKET if e < 4 else 0
 
 
 def _gathered(small: Workload, tp: int) -> tuple[int, int]:

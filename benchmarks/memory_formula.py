@@ -45,23 +45,28 @@ the operations of a step in their order, adds each one's result and takes away w
 
 ::
 
-    last block, forward   the sublayer's result T d e and the sum with the residual; in the parallel forms both branches' results
+    last block, forward   the sublayer's result T d e and its sum with the residual T d e; in the parallel forms both branches'
+                          results and their sum
     head, forward         everything is kept; logits c v e and their softmax c v w of a chunk of c tokens (half precision on the CPU
                           a float32 copy c v 4); dx T d e and a chunk's part of it c d e, the weight's gradient v d e and from
                           the second chunk on a chunk's part of it v d e; the head's input S d e, whole T d e
     head, backward        both gradients once more, scaled
     activation, backward  what is before the block's last product is kept; beside it the gradients of the residual stream S d e,
-                          of down d f e, and three of T f e if gated: of the product and of its two factors
+                          of down d f e, and three of T f e if gated: of the product and of its two factors; in the parallel
+                          forms, whose two last products come first, also those of out d q e and T q e
     column linear, back.  its output's gradient, the partial sum of its input's T d e, its weight's; under sequence parallelism
-                          also its input gathered again T d e
-    norm, backward        RMSNorm on the CPU: its input and five times as much (the steps of x / sqrt(mean(x^2)), backward)
-    embedding, backward   all gradients, the rows' T d e, and the table's v d e, with a tied head twice
+                          also its input gathered again T d e; the weight's once more if several ranks hold its KV heads;
+                          where oneDNN computes it (parallel/matmul.py) a transposed copy of the output's gradient, or a part of it
+    norm, backward        RMSNorm on the CPU: its input and five times as much (the steps of x / sqrt(mean(x^2)), backward);
+                          QK-norm is the same of the keys, then of the queries
+    embedding, backward   all gradients, the rows' T d e, and the table's v d e; or with a tied head the table's three times
     optimizer             parameters, gradients and state: clipping and the fused AdamW write to what there is
 
 Of the last and the first block only the larger counts: in between activations go as gradients come. With checkpointing each block
-is whole while its backward runs. PARALLEL's slices of its one product are cut apart, and their gradients are as large as the whole
-each, and so is their sum. Tokens that ranks cannot share evenly are padded for a collective, in copies. Left out: what kernels and
-communication libraries allocate inside, a few numbers a token, gradients of norms and biases on their way.
+is whole while its backward runs. The gradients of PARALLEL's two halves of its one product are put together in a copy. Tokens that
+ranks cannot share evenly are padded for a collective, in copies. Left out: what kernels and communication libraries allocate
+inside, a few numbers a token, gradients of norms and biases on their way, and what computing a block again takes beside its result
+(it shows where heads are wider than d_ff).
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), section 4 (equations 1 to 4).
 """
@@ -74,6 +79,7 @@ import torch
 
 from benchmarks.flops import Shares
 from benchmarks.workload import Workload
+from parallel import matmul
 from parallel.layout import deal
 from tpblock import Activation, Bias, ModelConfig, Norm, Placement, Position, QKNorm
 
@@ -123,10 +129,18 @@ def training_bytes(workload: Workload, rank: int = 0, ranks: int = 1, *, fused_n
     )
 
 
-def peak_bytes(workload: Workload, rank: int = 0, ranks: int = 1, *, fused_norm: bool = False) -> int:
-    """The bytes of all tensors of one rank of several at the worst moment of a step; arguments as for :func:`training_bytes`."""
+def peak_bytes(
+    workload: Workload, rank: int = 0, ranks: int = 1, *, fused_norm: bool = False, accumulate: bool = False
+) -> int:
+    """The bytes of all tensors of one rank of several at the worst moment of a step.
+
+    Args:
+        fused_norm: as for :func:`training_bytes`.
+        accumulate: the gradients of micro-batches before are there, and new ones are added to them.
+    """
     held = training_bytes(workload, rank, ranks, fused_norm=fused_norm)
-    return _Step(_Activations(workload, Shares.of(workload.config, rank, ranks), rank, ranks, fused_norm), held).run()
+    own = Shares.of(workload.config, rank, ranks)
+    return _Step(_Activations(workload, own, rank, ranks, fused_norm), held, accumulate).run()
 
 
 def parameter_sizes(config: ModelConfig, own: Shares) -> list[int]:
@@ -183,16 +197,24 @@ class _Activations:
             return rows + self.rows * 8
         return rows + 2 * self.workload.seq * config.rotary_dim // 2 * self.w
 
-    def norm_input(self, rows: int, width: int = 0) -> int:
+    def norm_input(self, rows: int) -> int:
         """The input that a norm keeps; RMSNorm in half precision a float32 copy."""
         copied = self.half and self.config.norm is Norm.RMSNORM
-        return rows * (width or self.config.dim) * (4 if copied else self.e)
+        return rows * self.config.dim * (4 if copied else self.e)
 
     def norm_rest(self, rows: int) -> int:
         """What a norm keeps beside its input, for each token or head: statistics, and RMSNorm the normalised value."""
         if self.config.norm is Norm.LAYERNORM:
             return rows * 2 * (self.e if self.half and not self.fused_norm else self.w)
-        return rows * self.w + (0 if self.fused_norm and not self.half else rows * self.config.dim * self.e)
+        return self.rms_rest(rows, self.config.dim)
+
+    def rms_rest(self, rows: int, width: int) -> int:
+        return rows * self.w + (0 if self.fused_norm and not self.half else rows * width * self.e)
+
+    def head_norm(self, width: int) -> tuple[int, int]:
+        """What the norm of queries or keys of ``width`` rows keeps: copies of its input, and the rest."""
+        copies = self.tokens * width * 4 if self.half else 0
+        return copies, self.rms_rest(self.tokens * width // self.config.head_dim, self.config.head_dim)
 
     def block(self) -> int:
         config, own, tokens, d, e = self.config, self.own, self.tokens, self.config.dim, self.e
@@ -208,26 +230,20 @@ class _Activations:
         if config.position is Position.ROPE or config.qk_norm is QKNorm.PER_HEAD:
             total += tokens * (own.q + own.k) * e
         if config.qk_norm is QKNorm.PER_HEAD:
-            total += self.qk_norm()
+            total += sum(self.head_norm(own.q)) + sum(self.head_norm(own.k))
         total += tokens * own.q * e + tokens * own.q // config.head_dim * self.w  # the attention's output, logsumexp
         relu = config.activation is Activation.RELU and config.placement is not Placement.PARALLEL
         total += tokens * own.f * e * ((2 + 2) if gated else 1 if relu else 2)
         return total
 
-    def qk_norm(self) -> int:
-        """What the norms of queries and keys keep."""
-        copies = (4 if self.half else 0) + (0 if self.fused_norm and not self.half else self.e)
-        rows = self.own.q + self.own.k
-        return self.tokens * (rows * copies + rows // self.config.head_dim * self.w)
-
 
 class _Step:
     """A ledger of a step: what lives after each operation, and the most that ever did. Sizes are in bytes."""
 
-    def __init__(self, kept: _Activations, held: Bytes) -> None:
-        self.kept, self.held, self.config = kept, held, kept.config
+    def __init__(self, kept: _Activations, held: Bytes, accumulate: bool) -> None:
+        self.kept, self.held, self.config, self.accumulate = kept, held, kept.config, accumulate
         workload, own, d, e = kept.workload, kept.own, kept.config.dim, kept.e
-        self.base = held.parameters + held.optimizer + 16 * kept.tokens
+        self.base = held.parameters + held.optimizer + (held.gradients if accumulate else 0) + 16 * kept.tokens
         self.final = kept.norm_input(kept.rows), kept.norm_rest(kept.rows)
         self.now = self.peak = self.base + held.activations - kept.head() - sum(self.final)
         self.sharded = workload.sequence_parallel and kept.ranks > 1
@@ -249,27 +265,31 @@ class _Step:
     def free(self, *sizes: int) -> None:
         self.now -= sum(sizes)
 
+    def keep(self, gradient: int) -> None:
+        """A weight's gradient has been computed: it stays, or is added to the one that is there."""
+        self.free(gradient if self.accumulate else 0)
+
     def run(self) -> int:
         self.block_forward()
         self.take(*self.final)
         self.head_forward()
         self.head_backward()
-        self.norm(self.row, self.final[0], self.kept.rows, residual=False)
+        self.norm(self.row, *self.final)
         for _ in range(self.config.layers):
             self.block()
         self.embedding()
-        return max(self.peak, self.base + self.held.gradients)
+        return self.peak if self.accumulate else max(self.peak, self.base + self.held.gradients)
 
     def block_forward(self) -> None:
         """The end of the last one, where the sublayers' results are summed over the ranks."""
         pre = self.config.placement is Placement.PRE
         variables = self.f + 2 * self.row if pre else self.qkv + self.up  # which are kept anyway without checkpointing
         self.take(variables if self.kept.workload.activation_checkpointing else 0)
-        self.take(self.x if pre else 3 * self.x)  # both branches' results and their sum
+        self.take(self.x if pre else 3 * self.x)  # both branches' results and their sum, which alone stays
+        self.free(0 if pre else 2 * self.x)
         self.reduce_scatter()
-        if not self.sharded:  # biases are added one by one, then the residual
-            both = not pre and self.config.has_bias(Bias.OUT)
-            self.take(self.x * (2 if both and self.config.has_bias(Bias.FEEDFORWARD) else 1))
+        if not self.sharded:  # the sum with the bias, or with the residual
+            self.take(self.x)
         self.now = self.base + self.held.activations - self.kept.head() - sum(self.final)
 
     def head_forward(self) -> None:
@@ -297,6 +317,7 @@ class _Step:
         self.reduce_scatter()
         self.take(self.table)
         self.free(self.kept.head(), self.whole)
+        self.keep(0 if self.config.tied_embeddings else self.table)
 
     def gather(self) -> None:
         """Under sequence parallelism this rank's tokens -> all; while these are put together, beside the padded ones."""
@@ -310,12 +331,12 @@ class _Step:
         self.take(self.row if self.sharded else 0)
         self.free(self.padded)
 
-    def norm(self, row: int, kept_input: int, rows: int, *, residual: bool) -> None:
+    def norm(self, row: int, kept_input: int, rest: int, *, residual: bool = False, rms: bool = False) -> None:
         """From the gradient of a norm's output to that of its input, added to that of the residual stream if there is one."""
         kept, wide = self.kept, row
-        if self.config.norm is Norm.RMSNORM and (kept.half or not kept.fused_norm):
+        if (rms or self.config.norm is Norm.RMSNORM) and (kept.half or not kept.fused_norm):
             self.take(row, row)  # of the product with the weight
-            self.free(row, row, kept.norm_rest(rows))
+            self.free(row, row, rest)
             if kept.half:
                 wide = 2 * row
                 self.take(wide)
@@ -339,28 +360,54 @@ class _Step:
             self.free(wide)
         else:
             self.take(row)
-            self.free(row, kept_input, kept.norm_rest(rows))
+            self.free(row, kept_input, rest)
         if residual:
             self.take(row)
             self.free(row, row)
 
     def row_linear(self, x: int, weight: int, kept_input: int) -> None:
         """From the gradient of the output, which lives on, to that of the input x and of the weight."""
-        self.take(x, weight)
+        self.take(x)
+        self.gradient_of(weight, self.x)
         self.free(kept_input)
+        self.keep(weight)
 
-    def column_linear(self, y: int, *, whole: bool = False) -> None:
-        """From the gradient of the output y to that of the input and of the weight. ``whole``: the input is all tokens already."""
+    def gradient_of(self, weight: int, dy: int) -> None:
+        """The product dy^T x, for which oneDNN is given a copy of dy^T; if it is large in parts, whose results are copied."""
+        kept = self.kept
+        self.take(weight)
+        onednn = matmul.ONEDNN_IS_FASTER and kept.workload.dtype == torch.float32 and not kept.fused_norm
+        if onednn and weight // kept.e * kept.tokens >= matmul.FEWEST_PRODUCTS:
+            parts = -(-dy // (kept.e * matmul.MOST_COPIED))
+            copies = dy // parts + (weight // parts if parts > 1 else 0)
+            self.take(copies)
+            self.free(copies)
+
+    def column_linear(self, y: int, *, whole: bool = False, heads: bool = False) -> None:
+        """From the gradient of the output y to that of the input and of the weight.
+
+        ``whole``: the input is all tokens already. ``heads``: KV heads are a part of y; where several ranks hold the same, their
+        gradients are summed in a buffer of all heads, and put into a copy of the weight's.
+        """
         gathered = self.sharded and not whole
         weight = y // self.kept.tokens * self.config.dim
         if gathered:
             self.take(self.padded or self.x, self.x)
             self.reduce_scatter()
-            self.take(self.x if self.padded else 0, weight)
+            self.take(self.x if self.padded else 0)
+            self.gradient_of(weight, y)
             self.free(self.padded, 2 * self.x)
         else:
-            self.take(self.x, weight)
+            self.take(self.x)
+            self.gradient_of(weight, y)
         self.free(y, self.x if whole else self.row)
+        if heads and self.config.kv_heads < self.kept.ranks:
+            buffer = 2 * self.config.kv_heads * self.config.head_dim * self.d
+            self.take(2 * buffer)
+            self.free(buffer)
+            self.take(weight)
+            self.free(buffer, weight)
+        self.keep(weight)
 
     def activation(self, kept_input: int) -> None:
         if self.gated:
@@ -384,13 +431,14 @@ class _Step:
         self.take(self.qk)
         self.free(self.qk)
         if rotated:
-            work = round(self.qk * config.rotary_dim / config.head_dim * (3.5 if kept.half else 2))
+            work = round(self.qk * config.rotary_dim / config.head_dim * (4.5 if kept.half else 2))
             self.take(work)
             self.free(work)
         if config.qk_norm is QKNorm.PER_HEAD:
-            work = 2 * self.qk * (2 if kept.half else 1)
-            self.take(work)
-            self.free(work, kept.qk_norm())
+            self.take(self.qk - self.q)
+            for rows, row in ((kept.own.k, self.qk - self.q), (kept.own.q, self.q)):
+                self.norm(row, *kept.head_norm(rows), rms=True)
+            self.free(self.qk - self.q)
         self.take(self.qkv)
         self.free(self.qkv)
 
@@ -399,37 +447,39 @@ class _Step:
         d, own, placement = self.d, kept.own, config.placement
         again = kept.workload.activation_checkpointing
         norm_input, whole_input = kept.norm_input(kept.rows), kept.norm_input(kept.tokens)
-        if again:
-            copied = norm_input > self.row or (self.sharded and placement is Placement.PARALLEL_TWO_NORMS)
-            self.take(kept.block() - (0 if copied else self.row))
-        relu = config.activation is Activation.RELU
+        rest, whole_rest = kept.norm_rest(kept.rows), kept.norm_rest(kept.tokens)
+        relu = config.activation is Activation.RELU  # which keeps its result, the input of down
         parallel = placement is not Placement.PRE
         fused = placement is Placement.PARALLEL
         self.gather()
-        self.row_linear(self.f, d * own.f, 0 if relu and not fused else self.f)
-        self.free(0 if parallel else self.whole)
-        self.activation(0 if fused else self.up)
-        if placement is Placement.PRE:
-            self.column_linear(self.up)
-            self.norm(self.row, norm_input, kept.rows, residual=True)
-            self.gather()
-        self.row_linear(self.q, d * own.q, 0)
+        if again:
+            copied = norm_input > self.row or (self.sharded and placement is Placement.PARALLEL_TWO_NORMS)
+            self.take(kept.block() - (0 if copied else self.row))
+            self.take(self.x if parallel else 0)  # the result of out
+            self.free(self.x if parallel else 0)
+        self.row_linear(self.f, d * own.f, 0 if relu else self.f)
+        if parallel:
+            self.row_linear(self.q, d * own.q, 0)
         self.free(self.whole)
+        self.activation(self.f if relu else 0 if fused else self.up)
+        if not parallel:
+            self.column_linear(self.up)
+            self.norm(self.row, norm_input, rest, residual=True)
+            self.gather()
+            self.row_linear(self.q, d * own.q, 0)
+            self.free(self.whole)
         self.attention(self.qkv + (self.up if fused else 0))
         if fused:
-            for part in (self.qkv, self.up):  # a slice's gradient is as large as what it was cut from
-                self.take(self.qkv + self.up)
-                self.free(part)
-            self.take(self.qkv + self.up)
-            self.free(2 * (self.qkv + self.up))
-            self.column_linear(self.qkv + self.up)
-            self.norm(self.row, norm_input, kept.rows, residual=True)
+            self.take(self.qkv + self.up)  # both halves' gradients, put together
+            self.free(self.qkv + self.up)
+            self.column_linear(self.qkv + self.up, heads=True)
+            self.norm(self.row, norm_input, rest, residual=True)
         elif parallel:
             shares = not (kept.half and config.norm is Norm.RMSNORM)
             self.column_linear(self.up, whole=True)
-            self.norm(self.x, 0 if shares else whole_input, kept.tokens, residual=False)
-            self.column_linear(self.qkv, whole=True)
-            self.norm(self.x, whole_input, kept.tokens, residual=True)
+            self.norm(self.x, 0 if shares else whole_input, whole_rest)
+            self.column_linear(self.qkv, whole=True, heads=True)
+            self.norm(self.x, whole_input, whole_rest, residual=True)
             if kept.ranks > 1:
                 self.take(self.x)  # beside the gradients of the norms, for one collective
                 self.free(self.x)
@@ -438,14 +488,19 @@ class _Step:
             self.take(self.row)
             self.free(2 * self.row)
         else:
-            self.column_linear(self.qkv)
-            self.norm(self.row, norm_input, kept.rows, residual=True)
+            self.column_linear(self.qkv, heads=True)
+            self.norm(self.row, norm_input, rest, residual=True)
         self.free(self.row if again and copied else 0)
 
     def embedding(self) -> None:
-        cleared = self.x if self.kept.ranks > 1 else 0  # of rows that other ranks hold
-        self.take(self.config.max_seq_len * self.d if self.config.position is Position.LEARNED else 0)
+        several = self.kept.ranks > 1
+        positions = self.config.max_seq_len * self.d if self.config.position is Position.LEARNED else 0
+        self.take(positions)
+        self.keep(positions)
         self.gather()
-        self.take(cleared, self.table)
-        self.free(cleared)
+        self.free(self.row if self.sharded else 0)
+        self.take(self.x if several else 0)  # with zeros for the rows that other ranks hold
+        self.free(self.x if several else 0)
+        self.take(self.table)
+        self.free(self.x)
         self.take(self.table if self.config.tied_embeddings else 0)

@@ -10,10 +10,11 @@ activation checkpointing (shown as recompute) and the size of micro-batches are 
 settles them: shown is the fastest that fits for each TP x DP and engine, or if none fits the smallest. cost_model.py has the
 arithmetic.
 
-Memory is an upper sum: parameters, gradients, optimizer and activations of memory_formula.py as if a moment held them all, and what
-is computed with (it is not that formula's peak, which is for one batch a step). Fragments are left out: 0.9 of a device counts as
-usable. On a calibrated CPU collectives larger than the largest measured are noted. AdamW keeps its two numbers in the
-parameters' dtype, as launch.train does with ddp and fsdp2; --master-weights: in float32, with a float32 copy of the parameters.
+Memory is the peak of memory_formula.py and what the engine adds: with several replicas or micro-batches gradients are there all the
+time, and FSDP2 has some blocks gathered (a little more is counted than it takes: a block's gradients twice). Fragments are left
+out: 0.9 of a device counts as usable. On a calibrated CPU collectives larger than the largest measured are noted. AdamW keeps its
+two numbers in the parameters' dtype, as launch.train does with ddp and fsdp2; --master-weights: in float32, with a float32 copy of
+the parameters.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def as_json(choice: Choice) -> dict[str, object]:
         "data_parallel_seconds": found.data,
         "tokens_per_second": found.throughput.raw_per_second,
         "mfu": found.mfu,
-        "bytes": {**vars(found.held), "working": found.working, "usable": found.usable},
+        "bytes": {**vars(found.held), "peak": found.memory, "usable": found.usable},
         "fits": found.fits,
     }
 

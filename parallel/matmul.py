@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils.flop_counter import mm_flop, register_flop_formula
+from torch.utils.flop_counter import flop_registry, mm_flop, register_flop_formula
 
 FEWEST_ROWS, FEWEST_PRODUCTS = 16, 2**22
 """Of an output and of multiplications: below, a call of oneDNN gains nothing."""
@@ -21,9 +21,11 @@ FEWEST_ROWS, FEWEST_PRODUCTS = 16, 2**22
 MOST_COPIED = 2**21
 """Numbers of a transposed operand at a time."""
 
+_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build of torch
+
 
 def _onednn_is_faster() -> bool:
-    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if not torch.backends.mkl.is_available() or _LINEAR is None:
         return False
     processor = torch.cpu.get_capabilities()
     return bool(processor.get("avx512_f")) and "Intel" not in str(processor.get("cpu_name"))
@@ -39,6 +41,7 @@ def _takes_onednn(a: Tensor, b: Tensor) -> bool:
         and a.dtype == b.dtype == torch.float32
         and a.device.type == b.device.type == "cpu"
         and a.ndim > 1
+        and b.ndim == 2
         and a.shape[-1] == b.shape[0]
         and a.numel() >= FEWEST_ROWS * a.shape[-1]
         and a.numel() * b.shape[1] >= FEWEST_PRODUCTS
@@ -48,7 +51,8 @@ def _takes_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+    assert _LINEAR is not None
+    return _LINEAR.default(a, b.t(), bias, "none", [], "")
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = None) -> Tensor:
@@ -82,9 +86,12 @@ def _opaque_flops(a: tuple[int, ...], b: tuple[int, ...], *_: object, **__: obje
     return mm_flop((a[:-1].numel(), a[-1]), b)  # type: ignore[attr-defined]
 
 
-@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
 def _onednn_flops(a: tuple[int, ...], w: tuple[int, ...], *_: object, **__: object) -> int:
     return mm_flop((a[:-1].numel(), a[-1]), (w[1], w[0]))  # type: ignore[attr-defined]
+
+
+if _LINEAR is not None and _LINEAR not in flop_registry:
+    register_flop_formula(_LINEAR)(_onednn_flops)
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, spare: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from benchmarks.memory_formula import training_bytes
 from benchmarks.meter import LiveBytes, held_bytes
 from benchmarks.program import pretended_group
 from benchmarks.workload import Workload
+from parallel import matmul
 from parallel.group import TPGroup, single_device
 from tests.pool import Pool
 from tests.programs import torchrun
+from tests.test_matmul import everywhere
 from tpblock import Activation, Bias, ModelConfig, Norm, Placement, Position, QKNorm
 
 CPU = torch.device("cpu")
@@ -78,6 +81,17 @@ def test_measured_bytes_are_the_formulas(
     workload = work(config, dtype=dtype, sequence_parallel=sequence, activation_checkpointing=again)
     with pretended_group(ranks) as group:
         check(measure_rank(workload, group, CPU))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+@pytest.mark.parametrize("most", [2**12, 2**21], ids=["in parts", "as a whole"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_copies_that_onednn_is_given(config: ModelConfig, most: int) -> None:
+    workload, ratios = work(config), []
+    with everywhere(), mock.patch.object(matmul, "MOST_COPIED", most), pretended_group(4) as group:
+        for mode in variants(workload, 4):
+            ratios.append(measure_rank(mode, group, CPU).peak_ratio)
+    assert ratios == pytest.approx([1] * len(ratios), abs=0.05)
 
 
 def measure_on(group: TPGroup, workload: Workload) -> Measured:
