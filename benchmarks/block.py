@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.plain import PlainBlock
-from benchmarks.program import pretended_group, run_program
-from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, command, header, measure, save, table
+from benchmarks.program import add_places, parse, pretended_group, run_program, start, without_out
+from benchmarks.timing import CLOCKS, Clock, Ranks, Spread, command, file_stem, header, measure, save, table
 from benchmarks.traffic import replay, silent_collectives
 from parallel.group import TPGroup
 from parallel.regions import split_tokens
@@ -194,20 +194,15 @@ def main() -> None:
     parser.add_argument(
         "--transport", choices=["shared-memory", "gloo"], default="shared-memory", help="between CPUs of one machine"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
-    options = parser.parse_args()
+    add_places(parser)
+    options = parse(parser)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if options.ranks not in (None, world):
         parser.error(f"--ranks {options.ranks}, but {world} started: use torchrun --nproc-per-node {options.ranks}")
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = start(options.device)
     ranks, clock = Ranks(device), CLOCKS[options.clock]
     group = replace(TPGroup.from_environment(), shared_memory=options.transport == "shared-memory")
-    about = header(command("benchmarks.block", world, sys.argv[1:]), device) | {
+    about = header(command("benchmarks.block", world, without_out(sys.argv[1:])), device) | {
         "rounds": str(options.rounds),
         "clock": options.clock,
         "transport": options.transport,
@@ -223,12 +218,11 @@ def main() -> None:
         dist.destroy_process_group()
     if group.rank > 0:
         return
-    suffix = f"{world}-rank{'s' if world > 1 else ''}-{device.type}{'' if options.clock == 'wall' else '-processor-time'}"
-    suffix += "-gloo" if options.transport == "gloo" else ""
+    how = [options.transport] * (world > 1) + ["processor time"] * (options.clock != "wall")
     text = "\n\n".join(table([result.row for result in results]) for results in tables)
     print(text)
     samples = {result.row["block"]: result.samples for results in tables for result in results}
-    save(f"block-{suffix}", TITLE, text, about, samples)
+    save(file_stem("block", f"{world} ranks", *how, device=device), TITLE, text, about, samples, options.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import ROOT, Spread, header, save, table
+from benchmarks.program import add_out, without_out
+from benchmarks.timing import ROOT, Spread, file_stem, header, save, table
 from tpblock.formats.checkpoint import model_layouts, parse_config
 from tpblock.formats.convert import merging, open_checkpoint, sharding, write_hf_index
 from tpblock.formats.files import Writer
@@ -108,9 +109,10 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--rounds", type=int, default=7, help="how many rounds are kept")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder for temporary files)")
+    add_out(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)  # as in the programs
-    shown = [word for word in sys.argv[1:] if word != "--folder" and word != str(options.folder)]
+    shown = [word for word in without_out(sys.argv[1:]) if word != "--folder" and word != str(options.folder)]
     about = header(f"python -m benchmarks.convert {' '.join(shown)}".strip(), torch.device("cpu"))
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         base = Path(name)
@@ -159,7 +161,8 @@ def main() -> None:
         "speed": "of the work, without the seconds in which Python starts",
         "rounds": str(options.rounds),
     }
-    save("convert", "Sharding, resharding and merging beside cp", text, about | facts, {"seconds": seconds, "memory": memory})
+    title, stem = "Sharding, resharding and merging beside cp", file_stem("convert", device=torch.device("cpu"))
+    save(stem, title, text, about | facts, {"seconds": seconds, "memory": memory}, options.out)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.block import Size, check_equal, milliseconds
 from benchmarks.meter import meter
-from benchmarks.program import run_program
-from benchmarks.timing import CLOCKS, Ranks, Spread, command, header, measure, save, table
+from benchmarks.program import add_out, parse, run_program, start, without_out
+from benchmarks.timing import CLOCKS, Ranks, Spread, command, file_stem, header, measure, save, table
 from benchmarks.traffic import Traffic
 from parallel import collectives
 from parallel.group import TPGroup
@@ -130,12 +130,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.invariance", description=str(__doc__).split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="how many rounds are kept")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: leave out what other programs take")
-    options = parser.parse_args()
+    add_out(parser)
+    options = parse(parser)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        dist.init_process_group("gloo")
-    group, ranks = TPGroup.from_environment(), Ranks(torch.device("cpu"))
-    about = header(command("benchmarks.invariance", world, sys.argv[1:]), ranks.device)
+    ranks = Ranks(start("cpu"))
+    group = TPGroup.from_environment()
+    about = header(command("benchmarks.invariance", world, without_out(sys.argv[1:])), ranks.device)
     results = [
         result
         for size in SIZES
@@ -149,13 +149,8 @@ def main() -> None:
         print(text)
         title = "Invariant mode beside the default mode: forward and backward of one block"
         samples = {f"{r['row']['block']}, {r['row']['mode']}": r["seconds"] for r in results}
-        save(
-            f"invariance-{world}-rank{'s' if world > 1 else ''}-cpu",
-            title,
-            text,
-            about | {"rounds": str(options.rounds)},
-            samples,
-        )
+        stem = file_stem("invariance", f"{world} ranks", device=ranks.device)
+        save(stem, title, text, about | {"rounds": str(options.rounds)}, samples, options.out)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ IDLE = timedelta(days=1)
 def add_places(parser: argparse.ArgumentParser) -> None:
     """The options that say where a program runs and what it writes goes."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU a rank")
+    add_out(parser)
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """The option that says where results go."""
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the results (benchmarks/results)")
 
 
