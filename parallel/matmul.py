@@ -95,14 +95,16 @@ if _LINEAR is not None and _LINEAR not in flop_registry:
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, spare: Tensor | None = None) -> Tensor:
-    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions: no graph is recorded of it.
+    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions: no graph is recorded, unless of a backward.
 
     ``spare``: memory as large as a, of its dtype, that may be written over, in case a has to be copied.
     """
     if _takes_onednn(a, b):
         if torch.compiler.is_compiling():
             return torch.ops.tpblock.matmul(a, b, bias)
-        if not torch.is_grad_enabled():  # else someone wants the gradient's gradient
+        if not (
+            torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        ):  # else someone wants the gradient's gradient
             return _onednn(a, b, bias, spare)
     return a.matmul(b) if bias is None else F.linear(a, b.t(), bias)
 
