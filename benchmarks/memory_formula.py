@@ -378,7 +378,7 @@ class _Step:
         self.take(weight)
         onednn = matmul.ONEDNN_IS_FASTER and kept.workload.dtype == torch.float32 and not kept.fused_norm
         if onednn and weight // kept.e * kept.tokens >= matmul.FEWEST_PRODUCTS:
-            parts = -(-dy // (kept.e * matmul.MOST_COPIED))
+            parts = -(-dy // (kept.e * matmul.MOST_COPIED)) if dy >= weight else 1
             copies = dy // parts + (weight // parts if parts > 1 else 0)
             self.take(copies)
             self.free(copies)

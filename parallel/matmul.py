@@ -19,7 +19,7 @@ FEWEST_ROWS, FEWEST_PRODUCTS = 16, 2**22
 """Of an output and of multiplications: below, a call of oneDNN gains nothing."""
 
 MOST_COPIED = 2**21
-"""Numbers of a transposed operand at a time."""
+"""Numbers of a transposed operand at a time, where it is larger than the result."""
 
 _LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build of torch
 
@@ -61,7 +61,7 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = No
         return _product(a, b, bias)
     if spare is not None:
         return _product(spare.view(a.shape).copy_(a), b, bias)
-    if a.numel() <= MOST_COPIED:
+    if a.numel() <= MOST_COPIED or a.shape[-1] < b.shape[1]:  # The parts' results are copied, too.
         return _product(a.contiguous(), b, bias)
     parts = a.chunk(-(-a.numel() // MOST_COPIED))
     y = a.new_empty(*a.shape[:-1], b.shape[1])
@@ -95,16 +95,16 @@ if _LINEAR is not None and _LINEAR not in flop_registry:
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, spare: Tensor | None = None) -> Tensor:
-    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions: no graph is recorded, unless of a backward.
+    """a [..., k] @ b [k, n] + bias [n], for use inside of autograd functions.
+
+    Where a graph has to be recorded after all, in a backward that is to be differentiated itself, it is torch's own product.
 
     ``spare``: memory as large as a, of its dtype, that may be written over, in case a has to be copied.
     """
     if _takes_onednn(a, b):
         if torch.compiler.is_compiling():
             return torch.ops.tpblock.matmul(a, b, bias)
-        if not (
-            torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-        ):  # else someone wants the gradient's gradient
+        if not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
             return _onednn(a, b, bias, spare)
     return a.matmul(b) if bias is None else F.linear(a, b.t(), bias)
 

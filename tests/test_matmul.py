@@ -94,10 +94,12 @@ def test_a_transposed_operand_is_copied_in_parts(onednn: None, most: int) -> Non
     with mock.patch.object(module, "MOST_COPIED", most), torch.no_grad(), Products() as seen:
         y, spared = matmul(a, b, numbers(7)), matmul(a, b, spare=numbers(9, 20))
         batches = matmul(numbers(6, 5, 20)[::2], b)
+        wider = matmul(a, numbers(20, 21))
     torch.testing.assert_close(y, a @ b + numbers(7))
     torch.testing.assert_close(spared, a @ b)
     torch.testing.assert_close(batches, numbers(6, 5, 20)[::2] @ b)
-    assert len(seen.names) == {1: 9 + 1 + 3, 60: 3 + 1 + 3, 10**9: 3}[most]
+    torch.testing.assert_close(wider, a @ numbers(20, 21))
+    assert len(seen.names) == {1: 9 + 1 + 3, 60: 3 + 1 + 3, 10**9: 3}[most] + 1
 
 
 def test_the_gradient_of_a_gradient(onednn: None) -> None:
