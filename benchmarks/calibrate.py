@@ -204,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scale = Scale(device, options.quick)
     if options.fake_tp:
         fit_sizes, notes = sizes_that_fit(workload.config, options.fake_tp, max(options.fake_tp))
+        if not fit_sizes:
+            refuse(" ".join(notes))
         machine, rows, seconds = fake_rows(workload, fit_sizes, device, scale, options)
         title = f"A block's computation on rank 0: {model_name(options)}, {options.batch} x {options.seq_len} tokens"
         text, parts = "\n\n".join([table(rows), *notes]), ["fake tp", model_name(options)[:80]]

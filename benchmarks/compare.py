@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import plots
-from benchmarks.peers.common import PASSES, Case, UnsupportedError
+from benchmarks.peers.common import HEAD_DIM, PASSES, Case, UnsupportedError
 from benchmarks.peers.remote import FailedError, Remote
 from benchmarks.program import without_out
 from benchmarks.timing import CLOCKS, RESULTS, Interval, Spread, command, file_stem, header, save, table
@@ -127,17 +127,18 @@ class Row:
 
 @dataclass
 class Report:
-    """What came of a run. ``notes``: why a line of the table is missing; ``mismatches``: errors; ``versions``: by contender."""
+    """What came of a run. ``notes``: why a line of the table is missing; ``errors``: where that is no one's choice: results that
+    differ, a contender that failed; ``versions``: by contender."""
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     versions: dict[str, list[str]] = field(default_factory=dict)
 
     def text(self) -> str:
         parts = [table([row.cells() for row in self.rows])] if self.rows else []
         parts.append(EXPLAINED)
-        notes = [*(f"MISMATCH: {text}" for text in self.mismatches), *dict.fromkeys(self.notes)]
+        notes = [*(f"Error: {text}" for text in self.errors), *dict.fromkeys(self.notes)]
         return "\n\n".join(parts + (["Notes:\n\n" + "\n".join(f"- {note}" for note in notes)] if notes else []))
 
 
@@ -201,7 +202,7 @@ def versus(
                     checks.append(contender.ask(do="check")[0])
                 difference = mismatch(*(check["numbers"] for check in checks)) if peer != "parallel" else None
                 if difference:
-                    report.mismatches.append(f"{peer} is not compared in {named}: {difference}")
+                    report.errors.append(f"{peer} is not compared in {named}: {difference}")
                     continue
                 sent = (checks[0]["collectives"], checks[1]["collectives"])
                 for run in runs:
@@ -211,7 +212,7 @@ def versus(
             except UnsupportedError as error:
                 report.notes.append(f"{peer}, {_told(named)}: {error}.")
             except FailedError as error:
-                report.notes.append(f"{peer}, {named}: failed.\n\n```\n{error}\n```".replace("\n", "\n  "))
+                report.errors.append(f"{peer}, {named}: failed.\n\n```\n{error}\n```".replace("\n", "\n  "))
     finally:
         for contender in contenders:
             if contender is not ours:
@@ -320,6 +321,9 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     options = parser.parse_args(arguments)
     if options.warmup < 1 or options.rounds < 1:
         parser.error("--rounds and --warmup are at least 1")
+    heads = min(SIZES[size][0] // HEAD_DIM for size in options.sizes)
+    if not 1 <= options.ranks <= heads:
+        parser.error(f"--ranks is from 1 to {heads}, the heads of the narrowest size, got {options.ranks}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     device = torch.device("cpu")
     about = header(command("benchmarks.compare", 1, without_paths(sys.argv[1:] if arguments is None else arguments)), device)
@@ -347,9 +351,9 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     about |= {f"versions of {name}": ", ".join(versions) for name, versions in report.versions.items()}
     stem = file_stem("compare", f"{options.ranks} ranks", name_of_run(options, parser), device=device)
     print(write(report, about, stem, options.out))
-    for text in report.mismatches:
+    for text in report.errors if report.rows else [*report.errors, "nothing was compared"]:
         print(f"error: {text}", file=sys.stderr)
-    return 1 if report.mismatches else 0
+    return 1 if report.errors or not report.rows else 0
 
 
 def name_of_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str:

@@ -42,6 +42,7 @@ from benchmarks.program import (
 )
 from benchmarks.timing import command, file_stem, header, save, table
 from benchmarks.workload import DTYPES, Training, Workload, add_options, config_from, model_name
+from parallel import matmul
 from parallel.group import TPGroup
 
 LETTING_GO = 0.2
@@ -86,9 +87,10 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
         optimizer=held_bytes(training.state),
         activations=activations,
     )
-    fused_norm = device.type == "cuda"
-    formula = training_bytes(workload, group.rank, group.size, fused_norm=fused_norm)
-    peak = peak_bytes(workload, group.rank, group.size, fused_norm=fused_norm)
+    on_gpu = device.type == "cuda"
+    formula = training_bytes(workload, group.rank, group.size, fused_norm=on_gpu)
+    onednn = matmul.ONEDNN_IS_FASTER and not on_gpu
+    peak = peak_bytes(workload, group.rank, group.size, fused_norm=on_gpu, onednn=onednn)
     return Measured(group.rank, group.size, measured, formula, training.peak_bytes(), peak)
 
 

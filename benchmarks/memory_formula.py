@@ -130,17 +130,24 @@ def training_bytes(workload: Workload, rank: int = 0, ranks: int = 1, *, fused_n
 
 
 def peak_bytes(
-    workload: Workload, rank: int = 0, ranks: int = 1, *, fused_norm: bool = False, accumulate: bool = False
+    workload: Workload,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    fused_norm: bool = False,
+    onednn: bool = False,
+    accumulate: bool = False,
 ) -> int:
     """The bytes of all tensors of one rank of several at the worst moment of a step.
 
     Args:
         fused_norm: as for :func:`training_bytes`.
+        onednn: float32 products are oneDNN's, as on this machine's CPU if ``matmul.ONEDNN_IS_FASTER``: a few MB of copies.
         accumulate: the gradients of micro-batches before are there, and new ones are added to them.
     """
     held = training_bytes(workload, rank, ranks, fused_norm=fused_norm)
     own = Shares.of(workload.config, rank, ranks)
-    return _Step(_Activations(workload, own, rank, ranks, fused_norm), held, accumulate).run()
+    return _Step(_Activations(workload, own, rank, ranks, fused_norm), held, onednn, accumulate).run()
 
 
 def parameter_sizes(config: ModelConfig, own: Shares) -> list[int]:
@@ -240,8 +247,9 @@ class _Activations:
 class _Step:
     """A ledger of a step: what lives after each operation, and the most that ever did. Sizes are in bytes."""
 
-    def __init__(self, kept: _Activations, held: Bytes, accumulate: bool) -> None:
+    def __init__(self, kept: _Activations, held: Bytes, onednn: bool, accumulate: bool) -> None:
         self.kept, self.held, self.config, self.accumulate = kept, held, kept.config, accumulate
+        self.onednn = onednn and kept.workload.dtype == torch.float32
         workload, own, d, e = kept.workload, kept.own, kept.config.dim, kept.e
         self.base = held.parameters + held.optimizer + (held.gradients if accumulate else 0) + 16 * kept.tokens
         self.final = kept.norm_input(kept.rows), kept.norm_rest(kept.rows)
@@ -376,8 +384,7 @@ class _Step:
         """The product dy^T x, for which oneDNN is given a copy of dy^T; if it is large in parts, whose results are copied."""
         kept = self.kept
         self.take(weight)
-        onednn = matmul.ONEDNN_IS_FASTER and kept.workload.dtype == torch.float32 and not kept.fused_norm
-        if onednn and weight // kept.e * kept.tokens >= matmul.FEWEST_PRODUCTS:
+        if self.onednn and weight // kept.e * kept.tokens >= matmul.FEWEST_PRODUCTS:
             parts = -(-dy // (kept.e * matmul.MOST_COPIED)) if dy >= weight else 1
             copies = dy // parts + (weight // parts if parts > 1 else 0)
             self.take(copies)

@@ -30,7 +30,7 @@ from benchmarks import plots
 from benchmarks.cost_model import Engine, Machine, Plan, Prediction, predict
 from benchmarks.data_sheets import SHEETS, machine
 from benchmarks.program import refuse, sizes_that_fit, tp_sizes, without_out
-from benchmarks.timing import RESULTS, command, commit, save, table
+from benchmarks.timing import RESULTS, command, commit, file_stem, save, table, versions
 from benchmarks.workload import DTYPES, Workload
 from parallel.shared_memory import SLOT_BYTES
 from tpblock import PRESETS, CheckpointError, ModelConfig, preset
@@ -102,9 +102,11 @@ def plans(workload: Workload, gpus: int, on: Machine, options: argparse.Namespac
     node = min(gpus, on.devices_per_node)
     if gpus % node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {on.devices_per_node}")
-    sizes = [n for n in range(1, node + 1) if node % n == 0 and (options.tp is None or n in options.tp)]
-    fit, notes = sizes_that_fit(workload.config, sizes, gpus)
-    notes = [note.replace("Not measured at", "No TP of") for note in notes]
+    asked = range(1, node + 1) if options.tp is None else options.tp
+    sizes = [n for n in asked if node % n == 0]
+    fit, unfit = sizes_that_fit(workload.config, sizes, gpus)
+    notes = [note.replace("Not measured at", "No TP of") for note in unfit]
+    notes += [f"No TP of {n} ranks: it does not divide the {node} GPUs of a node." for n in options.tp or () if n not in sizes]
     rows: list[Choice] = []
     for tp in fit:
         dp = gpus // tp
@@ -242,10 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = {
         "command": command("benchmarks.predict", 1, without_out(_names_only(given))),
         "commit": commit(),
+        "versions": versions(),
         "machine": on.name,
     }
     about |= {f"of the machine, {what}": source for what, source in on.sources.items()}
-    stem = re.sub(r"[^a-z0-9.]+", "-", f"predict {name} {Path(shown).stem} {' '.join(map(str, options.gpus))} gpus".lower())
+    stem = file_stem("predict", name, Path(shown).stem, *map(str, options.gpus), "gpus", device=None)
     samples = {str(gpus): [as_json(row) for row in rows] for gpus, (rows, _) in found.items()}
     save(stem, title, text, about, samples, options.out)
     plots.predictions(

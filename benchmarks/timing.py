@@ -179,10 +179,13 @@ def command(module: str, world: int, arguments: Sequence[str]) -> str:
     return f"{prefix}{start} -m {module} {shlex.join(arguments)}".strip()
 
 
-def file_stem(*parts: str, device: torch.device) -> str:
-    """A file name of ``parts``, the hardware, torch's version and the commit, in small letters, digits, dots and hyphens."""
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_cpu()} {os.cpu_count()} cores"
-    text = " ".join([*parts, hardware, f"torch {torch.__version__}", commit().replace("with uncommitted changes", "changed")])
+def file_stem(*parts: str, device: torch.device | None) -> str:
+    """A file name of ``parts``, the hardware if any was measured, torch's version and the commit, in small letters, digits, dots
+    and hyphens."""
+    hardware = []
+    if device is not None:
+        hardware = [torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_cpu()} {os.cpu_count()} cores"]
+    text = " ".join([*parts, *hardware, f"torch {torch.__version__}", commit().replace("with uncommitted changes", "changed")])
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
@@ -194,11 +197,15 @@ def header(command: str, device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",
         "threads a rank": str(torch.get_num_threads()),
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        "versions": versions(),
     }
     if hasattr(os, "getloadavg"):
         described["load average at the start"] = f"{os.getloadavg()[0]:.1f}"
     return described
+
+
+def versions() -> str:
+    return f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
 
 
 def commit() -> str:

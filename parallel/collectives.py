@@ -6,7 +6,8 @@ end. None writes to a tensor that the caller did not hand over: a buffer that th
 below.
 
 Compiled code begins torch's functional collectives, which torch.compile can trace, and which choose in the same way when they run
-(compiled.py). They wrap each call in autograd formulas written in Python, for which reason eager code does without.
+(compiled.py). They wrap each call in autograd formulas written in Python, for which reason eager code does without. Since they pad
+where eager code need not, all ranks of a group compile the same code, or none.
 
 Uneven token counts (``counts``, one a rank) are padded to the largest on the wire and trimmed on arrival, nowhere else (and not at
 all by eager code in shared memory).
@@ -53,7 +54,10 @@ def all_reduce(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     if channel := _shared(x.device, x.nbytes, group):
         note("all_reduce", x.numel(), x.dtype, group.size)
         return shared_memory.start_all_reduce(x, channel)()
-    return _start("all_reduce", x.detach().clone(memory_format=torch.contiguous_format), group)()
+    compiling = torch.compiler.is_compiling()  # its collective copies x itself
+    return _start(
+        "all_reduce", x.contiguous() if compiling else x.detach().clone(memory_format=torch.contiguous_format), group
+    )()
 
 
 def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pending:

@@ -2,7 +2,8 @@
 
 torch.compile traces the functional collectives alone. It keeps their order, which must be that of the other ranks, runs none twice
 unless it is told to, and lets other work run between their beginning and the wait. They find who carries a tensor by a name, when
-they run. Under a name of ours they find a :class:`Carrier`, which takes the path that eager code takes.
+they run. Under a name of ours they find a :class:`Carrier`, which takes the path that eager code takes. (Its base class and the
+registration are torch's own, but not public: tests/test_compile.py holds what they do to eager code's results.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _numbers = count()
 def carrier(ranks: dist.ProcessGroup) -> str:
     """The name of a process group of the same ranks whose CPUs exchange through shared memory where they can."""
     if ranks not in _carriers:
-        # The number: torch knows of a name as long as it runs, a process group may end, and another have its name.
+        # The number: torch knows a name (and keeps the small carrier) for good, a process group may end, and another have its name.
         name = f"{ranks.group_name}/shared memory {next(_numbers)}"
         _carriers[ranks] = name, Carrier(ranks)
         _register_process_group(dist.GroupName(name), _carriers[ranks][1])
@@ -71,7 +72,7 @@ class Carrier(dist.ProcessGroup):
         return self._own.all_gather_single(output, x).wait
 
     def _reduce_scatter(self, output: Tensor, x: Tensor, opts: Any) -> Callable[[], object]:
-        if opts.reduceOp == dist.ReduceOp.SUM and (channel := shared_memory.channel(self._own, x.nbytes)):
+        if channel := shared_memory.channel(self._own, x.nbytes):  # only sums are begun
             return shared_memory.start_reduce_scatter(x, channel, [output.shape[0]] * self.size(), output)
         return self._own.reduce_scatter_single(output, x, opts).wait
 

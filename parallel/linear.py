@@ -415,8 +415,8 @@ def check_parts(layer: str, parts: Sequence[Part], group: TPGroup) -> None:
             raise ValueError(f"{layer}: part {part.name} is dealt over {len(part.runs)} shards, the group has {group.shards}")
 
 
-def reset_linear(linear: ColumnParallelLinear | RowParallelLinear, seed: int, name: str) -> None:
-    std = (3 * linear.in_features) ** -0.5
-    rng.normal_(linear.weight, linear.layouts["weight"], linear.group, seed=seed, name=f"{name}.weight", std=std)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
+def reset_linear(module: ColumnParallelLinear | RowParallelLinear, seed: int, name: str) -> None:
+    std = (3 * module.in_features) ** -0.5
+    rng.normal_(module.weight, module.layouts["weight"], module.group, seed=seed, name=f"{name}.weight", std=std)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)

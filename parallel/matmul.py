@@ -3,7 +3,10 @@
 On x86 CPUs torch hands float32 products to MKL, which uses AVX-512 on Intel's processors only. On others that have it oneDNN,
 to which torch gives bfloat16, takes half the time for the same product. It sums in longer runs: of 4096 random summands its result
 is off by 6e-7 of itself (root mean square), MKL's by 3e-7. Everything else is left to torch: other dtypes, GPUs, products too small
-to be worth the call, and all of them while ``torch.backends.mkldnn.enabled`` is False.
+to be worth the call, torch.func's transforms, and all of them while ``torch.backends.mkldnn.enabled`` is False.
+
+``_linear_pointwise`` is what torch's compiler calls for a linear with constant weights: it is not public, and the tests hold it
+to torch's own product.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry, mm_flop, register_flop_formula
@@ -35,8 +39,8 @@ def _onednn_is_faster() -> bool:
 ONEDNN_IS_FASTER = _onednn_is_faster()
 
 
-def _takes_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether [..., k] @ [k, n] is for oneDNN."""
+def _takes_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    """Whether [..., k] @ [k, n] + [n] is for oneDNN."""
     return (
         ONEDNN_IS_FASTER
         and a.dtype == b.dtype == torch.float32
@@ -46,18 +50,24 @@ def _takes_onednn(a: Tensor, b: Tensor) -> bool:
         and a.shape[-1] == b.shape[0]
         and a.numel() >= FEWEST_ROWS * a.shape[-1]
         and a.numel() * b.shape[1] >= FEWEST_PRODUCTS
+        and (bias is None or (bias.dtype == a.dtype and bias.device == a.device and bias.shape == b.shape[1:]))
         and not torch.is_autocast_enabled("cpu")
+        and not _are_functorch_transforms_active()
         and (torch.compiler.is_compiling() or bool(torch.backends.mkldnn.enabled))
     )
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     assert _LINEAR is not None
-    return _LINEAR.default(a, b.t(), bias, "none", [], "")
+    return _LINEAR.default(a, b.t(), None if bias is None else bias.contiguous(), "none", [], "")
+
+
+def _torchs(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.matmul(b) if bias is None else F.linear(a, b.t(), bias)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = None) -> Tensor:
-    """It takes b in any order and would copy an a whose rows are not contiguous: all of it, in memory that nobody has counted."""
+    """It takes b in any order and would copy an a that is not contiguous: all of it, in memory that nobody has counted."""
     if a.is_contiguous():
         return _product(a, b, bias)
     if spare is not None:
@@ -74,7 +84,7 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None, spare: Tensor | None = No
 @torch.library.custom_op("tpblock::matmul", mutates_args=())
 def _opaque(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """For torch.compile, which takes oneDNN's own operator for one with constant weights."""
-    return _onednn(a, b, bias)
+    return _onednn(a, b, bias) if torch.backends.mkldnn.enabled else _torchs(a, b, bias)
 
 
 @_opaque.register_fake
@@ -102,12 +112,12 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, spare: Tensor | 
 
     ``spare``: memory as large as a, of its dtype, that may be written over, in case a has to be copied.
     """
-    if _takes_onednn(a, b):
+    if _takes_onednn(a, b, bias):
         if torch.compiler.is_compiling():
             return torch.ops.tpblock.matmul(a, b, bias)
-        if not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias))):
             return _onednn(a, b, bias, spare)
-    return a.matmul(b) if bias is None else F.linear(a, b.t(), bias)
+    return _torchs(a, b, bias)
 
 
 class _Recorded(Function):
@@ -144,7 +154,7 @@ class _Made(Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., in] with weight [out, in] and bias [out] gives [..., out]."""
-    if not _takes_onednn(x, weight.t()):
+    if not _takes_onednn(x, weight.t(), bias):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return matmul(x, weight.t(), bias)

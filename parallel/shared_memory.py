@@ -198,7 +198,9 @@ def in_parts(x: Tensor, channel: Channel) -> bool:
 
 
 def start_all_reduce(x: Tensor, channel: Channel, out: Tensor | None = None) -> Pending:
-    """The sum over the ranks. As below it is written to ``out``, if given (contiguous); here that may be x itself."""
+    """The sum over the ranks. As below it is written to ``out``, if given (contiguous); here that may be x itself.
+
+    What is returned is to be called once: in parts, each call would begin a gather."""
     if in_parts(x, channel):
         counts = [run.length for run in deal(x.numel(), channel.size)]
         part = start_reduce_scatter(x.reshape(-1), channel, counts)
@@ -212,7 +214,7 @@ def start_reduce_scatter(x: Tensor, channel: Channel, counts: Sequence[int], out
     row, shape = x.shape[1:].numel(), (counts[channel.rank], *x.shape[1:])
     taken = [counts[channel.rank] * row] * channel.size
     given = [count * row for count in counts]
-    return channel.start("reduce_scatter", x, taken, lambda given: _sum(given, out).view(shape), given)
+    return channel.start("reduce_scatter", x, taken, lambda parts: _sum(parts, out).view(shape), given)
 
 
 def start_all_gather(x: Tensor, channel: Channel, counts: Sequence[int], out: Tensor | None = None) -> Pending:

@@ -1,4 +1,4 @@
-"""What several test files share: tensors that every rank draws alike, and a record of the operators that run."""
+"""What several test files share: tensors that every rank draws alike, a record of the operators that run, oneDNN's products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch._dynamo  # entering the first dispatch mode would import it, in the
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import collectives
+from parallel import collectives, matmul
 from parallel.group import TPGroup
 from parallel.layout import attention_parts
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -71,6 +71,11 @@ class OpRecord(TorchDispatchMode):
         if kind := collective(func):
             self.collectives.append(kind)
         return func(*args, **(kwargs or {}))
+
+
+def onednn_everywhere() -> AbstractContextManager[Any]:
+    """oneDNN's products on any processor and of any size."""
+    return mock.patch.multiple(matmul, ONEDNN_IS_FASTER=True, FEWEST_ROWS=1, FEWEST_PRODUCTS=1)
 
 
 class Sample(nn.Module):

@@ -108,13 +108,13 @@ def test_the_table_has_ratio_interval_and_goal_and_is_drawn(run: Run) -> None:
 def test_different_results_are_an_error_that_names_both_numbers(run: Run) -> None:
     message = "dtensor is not compared in model, latency (dim 256, 64 tokens): loss 2 of ours, 2.5 of theirs"
     assert run.code == 1 and f"error: {message}" in run.errors
-    assert f"- MISMATCH: {message}" in run.file("md").read_text()
+    assert f"- Error: {message}" in run.file("md").read_text()
 
 
 def test_a_peer_that_is_missing_or_crashes_is_noted(run: Run) -> None:
     text = run.file("md").read_text()
     assert "- transformers, model: not installed (No module named 'transformers')." in text
-    assert "- autotp, model, latency (dim 256, 64 tokens): failed." in text
+    assert "- Error: autotp, model, latency (dim 256, 64 tokens): failed." in text
     assert "ended with exit code 3" in text and "wrote: the disk is full" in text
 
 
@@ -158,6 +158,21 @@ def test_every_peer_has_a_file_and_unknown_ones_are_refused(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         compare.main(["--peers", "dtensor,horovod"])
     assert "horovod: not one of" in capsys.readouterr().err
+
+
+def test_more_ranks_than_heads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--ranks", "8"])
+    assert "--ranks is from 1 to 4, the heads of the narrowest size, got 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("peer", "why"), [("transformers", "nothing was compared"), ("autotp", "the disk is full")])
+def test_a_run_without_results_or_with_a_failure_is_no_success(
+    fake: Callable[[str], Remote], tmp_path: Path, capsys: pytest.CaptureFixture[str], peer: str, why: str
+) -> None:
+    arguments = f"--peers {peer} --sizes latency --what model --passes step --sequence-parallel off --compile off"
+    assert compare.main([*arguments.split(), "--rounds", "1", "--out", str(tmp_path)], fake) == 1
+    assert why in capsys.readouterr().err
 
 
 def test_names_of_runs_tell_them_apart_and_stay_short() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -20,6 +19,7 @@ from parallel.group import TPGroup
 from parallel.matmul import linear, matmul
 from tests import test_equality, test_invariance
 from tests.equality import TOLERANCES, Variant, assert_equal, make_inputs, measure, reference
+from tests.helpers import onednn_everywhere
 from tests.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
@@ -27,14 +27,9 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 ONEDNN, MM = "mkldnn::_linear_pointwise", {"aten::mm", "aten::addmm", "aten::matmul", "aten::linear"}
 
 
-def everywhere() -> AbstractContextManager[Any]:
-    """oneDNN on any processor and for products of any size."""
-    return mock.patch.multiple(module, ONEDNN_IS_FASTER=True, FEWEST_ROWS=1, FEWEST_PRODUCTS=1)
-
-
 @pytest.fixture
 def onednn() -> Iterator[None]:
-    with everywhere():
+    with onednn_everywhere():
         yield
 
 
@@ -86,6 +81,43 @@ def test_a_linear_and_its_gradients(onednn: None, name: str, bias: bool) -> None
     assert seen.names == [ONEDNN] * 3
     for value, expected in zip(ours, grads(F.linear, x, weight, b), strict=True):
         torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize(
+    "bias", [numbers(14)[::2], numbers(1).expand(7), numbers(1), numbers(1, 7)], ids=lambda b: f"{[*b.shape]}"
+)
+def test_a_bias_of_any_strides_and_shape(onednn: None, bias: Tensor) -> None:
+    x, weight = INPUTS["batches"]
+    for value, expected in zip(grads(linear, x, weight, bias), grads(F.linear, x, weight, bias), strict=True):
+        torch.testing.assert_close(value, expected)
+    with pytest.raises(RuntimeError):
+        linear(x, weight, numbers(6))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_transforms_of_torch_func(onednn: None, compiled: bool) -> None:
+    (x, weight), bias = INPUTS["batches"], numbers(7)
+
+    def all_of(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        def loss(x: Tensor) -> Tensor:
+            return function(x, weight, bias).square().sum()
+
+        torch._dynamo.reset()
+        transforms = torch.func.grad(loss), torch.func.vmap(loss), lambda x: torch.func.jvp(loss, (x,), (x,))[1]
+        if compiled:
+            transforms = tuple(torch.compile(f, backend="aot_eager", fullgraph=True) for f in transforms)  # type: ignore[assignment]
+        return tuple(f(x) for f in transforms)
+
+    for value, expected in zip(all_of(linear), all_of(F.linear), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_only_a_bias_to_be_trained(onednn: None) -> None:
+    x, weight = INPUTS["matrix"]
+    bias = numbers(7).requires_grad_()
+    for product in (linear(x, weight, bias), matmul(x, weight.t(), bias)):
+        product.sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full((7,), 2.0 * len(x)))
 
 
 @pytest.mark.parametrize("most", [1, 60, 10**9])
@@ -185,6 +217,16 @@ def test_a_compiled_linear(onednn: None) -> None:
         torch.testing.assert_close(value, expected)
 
 
+def test_switched_off_after_compilation(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = INPUTS["batches"]
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    with mock.patch.object(module, "_onednn", wraps=module._onednn) as calls:
+        compiled(x, weight)
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+        torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))
+    assert calls.call_count == 1
+
+
 def test_recomputation_stops_before_the_last_product(onednn: None) -> None:
     x, first, last = numbers(9, 20).requires_grad_(), numbers(7, 20), numbers(5, 7)
     with Products() as seen:
@@ -193,7 +235,7 @@ def test_recomputation_stops_before_the_last_product(onednn: None) -> None:
 
 
 def measured(group: TPGroup, case: Any, inputs: Any, variants: list[Variant]) -> Any:
-    with everywhere(), Products() as seen:
+    with onednn_everywhere(), Products() as seen:
         results = measure(group, case, inputs, variants)
     assert seen.names.count(ONEDNN) > 20
     return results
@@ -211,7 +253,7 @@ def test_models_equal_the_oracle(pool: Pool, name: str, ranks: int) -> None:
 
 
 def against_single(group: TPGroup, cases: list[test_invariance.Case]) -> list[list[str]]:
-    with everywhere():
+    with onednn_everywhere():
         return test_invariance.against_single(group, cases)
 
 

@@ -18,9 +18,9 @@ from benchmarks.program import pretended_group
 from benchmarks.workload import Workload
 from parallel import matmul
 from parallel.group import TPGroup, single_device
+from tests.helpers import onednn_everywhere
 from tests.pool import Pool
 from tests.programs import torchrun
-from tests.test_matmul import everywhere
 from tpblock import Activation, Bias, ModelConfig, Norm, Placement, Position, QKNorm
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_measured_bytes_are_the_formulas(
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_copies_that_onednn_is_given(config: ModelConfig, most: int) -> None:
     workload, ratios = work(config), []
-    with everywhere(), mock.patch.object(matmul, "MOST_COPIED", most), pretended_group(4) as group:
+    with onednn_everywhere(), mock.patch.object(matmul, "MOST_COPIED", most), pretended_group(4) as group:
         for mode in variants(workload, 4):
             ratios.append(measure_rank(mode, group, CPU).peak_ratio)
     assert ratios == pytest.approx([1] * len(ratios), abs=0.05)

@@ -290,6 +290,7 @@ def run_to_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "gpt-2", "--gpu", "h900"], "unknown GPU 'h900'; there are a100-80g, h100, h200, b200"),
         (["--model", "gpt-2", "--gpus", "12"], "12 GPUs are not whole nodes of 8"),
         (["--model", "gpt-2", "--gpus", "64", "--batch", "3"], "nothing runs on 64 GPUs"),
+        (["--model", "gpt-2", "--gpus", "8", "--tp", "3"], "No TP of 3 ranks: it does not divide the 8 GPUs of a node"),
         (["--model", "gpt-2", "--seq-len", "2000"], "--seq-len 2000 is longer than the 1024 tokens of gpt-2"),
         (["--model", "gpt-2", "--matrix-efficiency", "2"], "above 0 and at most 1, got 2.0"),
         (["--model", "gpt-2", "--usable-memory", "0"], "above 0 and at most 1, got 0.0"),
@@ -379,6 +380,7 @@ def test_mistakes_of_calibration(capsys: pytest.CaptureFixture[str]) -> None:
         (["--rounds", "0"], "--rounds is at least 1, got 0"),
         (["--tp", "2"], "--tp begins with 1"),
         (["--dim", "64"], "a model has no effect without --fake-tp"),
+        (["--preset", "gpt-2", "--fake-tp", "64"], "Not measured at 64 ranks: 12 query heads cannot be dealt over 64"),
     ]:
         with pytest.raises(SystemExit):
             calibrate.main(arguments)
