@@ -416,7 +416,7 @@ def _shared(update: Phase, replicas: int) -> Phase:
 
 def _held(small: Workload, plan: Plan, micro_batches: int, machine: Machine) -> Bytes:
     """training_bytes with what the replicas share, and with float32 copies."""
-    held = training_bytes(small, 0, plan.tp, fused_norm=machine.asynchronous)
+    held = training_bytes(small, 0, plan.tp, on_gpu=machine.asynchronous)
     numbers = held.parameters // small.dtype.itemsize
     if plan.master and small.dtype.itemsize < 4:
         held = replace(held, optimizer=12 * numbers)
@@ -431,9 +431,9 @@ def _held(small: Workload, plan: Plan, micro_batches: int, machine: Machine) -> 
 def _peak(small: Workload, plan: Plan, micro_batches: int, machine: Machine, held: Bytes) -> int:
     """peak_bytes, with what the replicas share and what keeps them together. Several replicas have gradients all the time, too:
     DistributedDataParallel's buckets, FSDP2's of other blocks."""
-    fused_norm, several = machine.asynchronous, plan.dp > 1 or micro_batches > 1
-    alone = training_bytes(small, 0, plan.tp, fused_norm=fused_norm)
-    peak = peak_bytes(small, 0, plan.tp, fused_norm=fused_norm, accumulate=several)
+    on_gpu, several = machine.asynchronous, plan.dp > 1 or micro_batches > 1
+    alone = training_bytes(small, 0, plan.tp, on_gpu=on_gpu)
+    peak = peak_bytes(small, 0, plan.tp, on_gpu=on_gpu, accumulate=several)
     return peak + held.total - alone.total + (_engine_bytes(small, plan) if plan.dp > 1 else 0)
 
 

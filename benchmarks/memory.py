@@ -88,9 +88,9 @@ def measure_rank(workload: Workload, group: TPGroup, device: torch.device) -> Me
         activations=activations,
     )
     on_gpu = device.type == "cuda"
-    formula = training_bytes(workload, group.rank, group.size, fused_norm=on_gpu)
+    formula = training_bytes(workload, group.rank, group.size, on_gpu=on_gpu)
     onednn = matmul.ONEDNN_IS_FASTER and not on_gpu
-    peak = peak_bytes(workload, group.rank, group.size, fused_norm=on_gpu, onednn=onednn)
+    peak = peak_bytes(workload, group.rank, group.size, on_gpu=on_gpu, onednn=onednn)
     return Measured(group.rank, group.size, measured, formula, training.peak_bytes(), peak)
 
 

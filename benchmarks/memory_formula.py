@@ -11,8 +11,8 @@ bytes of a statistic (4, for float64 8; LayerNorm's in half precision on the CPU
 
 ::
 
-    norm_1        x, for dx: S d e (in half precision its float32 copy S d 4); the normalised x, for the weight's gradient, S d e
-                  (RMSNorm on the CPU; torch.layer_norm and fused kernels compute it again from x); 1 or 2 statistics S w
+    norm_1        x, for dx: S d e, from which it is normalised again for the weight's gradient (in half precision RMSNorm keeps a
+                  float32 copy S d 4, and the normalised x S d e); 1 or 2 statistics S w
     qkv           its input h: S d e (gathered again in backward under sequence parallelism)
                   its output, of which v is a part: T (q + 2k) e
     attention     q and k rotated: T (q + k) e; output, which is the input of out, T q e; a logsumexp a query: T H_r w
@@ -57,8 +57,7 @@ the operations of a step in their order, adds each one's result and takes away w
     column linear, back.  its output's gradient, the partial sum of its input's T d e, its weight's; under sequence parallelism
                           also its input gathered again T d e; the weight's once more if several ranks hold its KV heads;
                           where oneDNN computes it (parallel/matmul.py) a transposed copy of the output's gradient, or a part of it
-    norm, backward        RMSNorm on the CPU: its input and five times as much (the steps of x / sqrt(mean(x^2)), backward);
-                          QK-norm is the same of the keys, then of the queries
+    norm, backward        its input and as much for the gradient of that; QK-norm is the same of the keys, then of the queries
     embedding, backward   all gradients, the rows' T d e, and the table's v d e; or with a tied head the table's three times
     optimizer             parameters, gradients and state: clipping and the fused AdamW write to what there is
 
@@ -102,11 +101,11 @@ class Bytes:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def training_bytes(workload: Workload, rank: int = 0, ranks: int = 1, *, fused_norm: bool = False) -> Bytes:
+def training_bytes(workload: Workload, rank: int = 0, ranks: int = 1, *, on_gpu: bool = False) -> Bytes:
     """The bytes of one rank of several.
 
     Args:
-        fused_norm: RMSNorm keeps its input alone, as torch's kernel on GPUs does.
+        on_gpu: in half precision LayerNorm has float32 statistics, and the softmax of the loss reads half precision.
 
     Raises:
         ValueError: for what the formula leaves out: dropout, and sliding windows shorter than the sequence.
@@ -125,7 +124,7 @@ def training_bytes(workload: Workload, rank: int = 0, ranks: int = 1, *, fused_n
         parameters=parameters,
         gradients=parameters,
         optimizer=2 * parameters + 4 * len(tensors),
-        activations=_Activations(workload, own, rank, ranks, fused_norm).total(),
+        activations=_Activations(workload, own, rank, ranks, on_gpu).total(),
     )
 
 
@@ -134,20 +133,20 @@ def peak_bytes(
     rank: int = 0,
     ranks: int = 1,
     *,
-    fused_norm: bool = False,
+    on_gpu: bool = False,
     onednn: bool = False,
     accumulate: bool = False,
 ) -> int:
     """The bytes of all tensors of one rank of several at the worst moment of a step.
 
     Args:
-        fused_norm: as for :func:`training_bytes`.
+        on_gpu: as for :func:`training_bytes`.
         onednn: float32 products are oneDNN's, as on this machine's CPU if ``matmul.ONEDNN_IS_FASTER``: a few MB of copies.
         accumulate: the gradients of micro-batches before are there, and new ones are added to them.
     """
-    held = training_bytes(workload, rank, ranks, fused_norm=fused_norm)
+    held = training_bytes(workload, rank, ranks, on_gpu=on_gpu)
     own = Shares.of(workload.config, rank, ranks)
-    return _Step(_Activations(workload, own, rank, ranks, fused_norm), held, onednn, accumulate).run()
+    return _Step(_Activations(workload, own, rank, ranks, on_gpu), held, onednn, accumulate).run()
 
 
 def parameter_sizes(config: ModelConfig, own: Shares) -> list[int]:
@@ -176,8 +175,8 @@ def parameter_sizes(config: ModelConfig, own: Shares) -> list[int]:
 class _Activations:
     """The terms of the module's docstring for one rank."""
 
-    def __init__(self, workload: Workload, own: Shares, rank: int, ranks: int, fused_norm: bool) -> None:
-        self.workload, self.config, self.own, self.ranks, self.fused_norm = workload, workload.config, own, ranks, fused_norm
+    def __init__(self, workload: Workload, own: Shares, rank: int, ranks: int, on_gpu: bool) -> None:
+        self.workload, self.config, self.own, self.ranks, self.on_gpu = workload, workload.config, own, ranks, on_gpu
         self.tokens = workload.tokens
         self.rows = deal(self.tokens, ranks)[rank].length if workload.sequence_parallel else self.tokens
         self.e = workload.dtype.itemsize
@@ -210,13 +209,13 @@ class _Activations:
         return rows * self.config.dim * (4 if copied else self.e)
 
     def norm_rest(self, rows: int) -> int:
-        """What a norm keeps beside its input, for each token or head: statistics, and RMSNorm the normalised value."""
+        """What a norm keeps beside its input, for each token or head: statistics, and RMSNorm in half precision its result."""
         if self.config.norm is Norm.LAYERNORM:
-            return rows * 2 * (self.e if self.half and not self.fused_norm else self.w)
+            return rows * 2 * (self.e if self.half and not self.on_gpu else self.w)
         return self.rms_rest(rows, self.config.dim)
 
     def rms_rest(self, rows: int, width: int) -> int:
-        return rows * self.w + (0 if self.fused_norm and not self.half else rows * width * self.e)
+        return rows * self.w + (rows * width * self.e if self.half else 0)
 
     def head_norm(self, width: int) -> tuple[int, int]:
         """What the norm of queries or keys of ``width`` rows keeps: copies of its input, and the rest."""
@@ -303,7 +302,7 @@ class _Step:
     def head_forward(self) -> None:
         kept, rows = self.kept, min(self.kept.tokens, LOSS_CHUNK)
         logits, softmax = rows * kept.own.v * kept.e, rows * kept.own.v * kept.w
-        copy = softmax if kept.half and not kept.fused_norm else 0
+        copy = softmax if kept.half and not kept.on_gpu else 0
         self.take(self.row)
         self.gather()
         self.take(self.x)
@@ -341,29 +340,14 @@ class _Step:
 
     def norm(self, row: int, kept_input: int, rest: int, *, residual: bool = False, rms: bool = False) -> None:
         """From the gradient of a norm's output to that of its input, added to that of the residual stream if there is one."""
-        kept, wide = self.kept, row
-        if (rms or self.config.norm is Norm.RMSNORM) and (kept.half or not kept.fused_norm):
+        if self.kept.half and (rms or self.config.norm is Norm.RMSNORM):
+            wide = 2 * row
             self.take(row, row)  # of the product with the weight
             self.free(row, row, rest)
-            if kept.half:
-                wide = 2 * row
-                self.take(wide)
-                self.free(row)
-            if not kept.fused_norm:
-                self.take(wide, wide)  # of the product with 1 / sqrt(mean(x^2))
-                self.free(wide, wide)
-                if residual and not kept.half:
-                    self.take(row)
-                    self.free(row, row)
-                self.take(4 * wide)  # of the mean of x^2
-                self.free(kept_input, 3 * wide)
-                self.take(wide)
-                self.free(wide, wide)
-            else:
-                self.take(wide)
-                self.free(wide, kept_input)
-            if not kept.half:
-                return
+            self.take(wide)  # in float32
+            self.free(row)
+            self.take(wide)
+            self.free(wide, kept_input)
             self.take(row)
             self.free(wide)
         else:

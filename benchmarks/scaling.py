@@ -180,7 +180,7 @@ def checked(options: argparse.Namespace, world: int) -> tuple[Workload, list[int
     sizes, memory = [], device_bytes(options.device)
     for size in possible:
         load, on_gpu = grown(workload, size, options.weak), options.device == "cuda"
-        need = peak_bytes(load, 0, size, fused_norm=on_gpu) * (1 if on_gpu else size)  # the CPU's memory is that of all ranks
+        need = peak_bytes(load, 0, size, on_gpu=on_gpu) * (1 if on_gpu else size)  # the CPU's memory is that of all ranks
         if need <= memory:
             sizes.append(size)
         else:

@@ -6,11 +6,13 @@ transformers is imported where it is used, so that the workers of the pool need 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from parallel.group import TPGroup, single_device
@@ -73,7 +75,23 @@ def test_norm_gradients(kind: type[RMSNorm | LayerNorm]) -> None:
         randn(3, 4, requires_grad=True),
         *(randn(4, seed=i, requires_grad=True) for i, _ in enumerate(norm.parameters())),
     ]
-    assert torch.autograd.gradcheck(lambda x, *parameters: norm.normalize(x, *parameters), tensors)
+    for parts in [tensors, [tensors[0], *(t.detach() for t in tensors[1:])], [tensors[0].detach(), *tensors[1:]]]:
+        assert torch.autograd.gradcheck(norm.normalize, parts)
+        assert torch.autograd.gradgradcheck(norm.normalize, parts)
+    of_other_strides = randn(4, 2, 3, requires_grad=True).transpose(0, 2)
+    assert torch.autograd.gradcheck(norm.normalize, [of_other_strides, *tensors[1:]])
+
+
+def test_rms_norm_is_torchs() -> None:
+    """Forward to the last bit; and under torch.func, which differentiates torch's own."""
+    x, weight, dy = (randn(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate([(50, 33), (33,), (50, 33)]))
+    norm = RMSNorm(33)
+    theirs = functools.partial(F.rms_norm, normalized_shape=(33,), eps=norm.eps)
+    assert torch.equal(norm.normalize(x, weight), theirs(x, weight=weight))
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    expected = torch.autograd.grad(theirs(x, weight=weight), inputs, dy)
+    assert_close(torch.autograd.grad(norm.normalize(*inputs), inputs, dy), expected)
+    assert_close(torch.func.vjp(norm.normalize, *inputs)[1](dy), expected)
 
 
 def test_make_norm_reads_the_config() -> None:

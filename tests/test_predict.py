@@ -201,13 +201,13 @@ def test_more_ranks_compute_less_each_and_the_model_needs_the_same() -> None:
 def test_memory_is_that_of_the_formula(sp: bool) -> None:
     load = replace(LOAD, sequence_parallel=sp)
     found = predicted(load, Plan(tp=4, dp=2, micro=4), machine("h100"))
-    formula = training_bytes(replace(load, batch=4), 0, 4, fused_norm=True)
-    peak = peak_bytes(replace(load, batch=4), 0, 4, fused_norm=True, accumulate=True)
+    formula = training_bytes(replace(load, batch=4), 0, 4, on_gpu=True)
+    peak = peak_bytes(replace(load, batch=4), 0, 4, on_gpu=True, accumulate=True)
     assert found.held == formula and found.memory == peak + 2 * BUCKET
     whole = replace(load, batch=4)
     for master, more in ((False, 0), (True, 12 * formula.parameters // 2 - formula.optimizer)):
         alone = predicted(whole, Plan(tp=4, micro=4, master=master), machine("h100"))
-        assert alone.memory == peak_bytes(whole, 0, 4, fused_norm=True) + more
+        assert alone.memory == peak_bytes(whole, 0, 4, on_gpu=True) + more
     shared = predicted(load, Plan(tp=4, dp=2, micro=32, engine="fsdp2"), machine("h100")).held
     assert shared.parameters == math.ceil(formula.parameters / 2) and shared.gradients == math.ceil(formula.gradients / 2)
     assert shared.optimizer == math.ceil(formula.optimizer / 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from parallel.regions import copies_for_ranks
@@ -62,6 +64,55 @@ class TokenNorm(nn.Module):
         return self.normalize(x, *parameters)
 
 
+class _RMSNorm(Function):
+    """RMSNorm where torch has no kernel of its own for it, and goes over the tokens for each step of the formula: on the CPU.
+
+    ::
+
+        r  = 1 / sqrt(mean(x^2) + eps)        [..., 1], all that is kept beside x and w
+        y  = x r w                            [..., d]
+        dw = sum over tokens of dy x r        [d]
+        dx = dy w r - x r^3 (dy x . w) / d    [..., d]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        r = _one_over_rms(x, eps)
+        ctx.save_for_backward(x, weight, r)
+        ctx.eps = eps
+        return x * r if weight is None else (x * r).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, r = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # It is to be differentiated itself: r depends on x, and nothing may be overwritten.
+        r = _one_over_rms(x, ctx.eps) if again else r
+        need_dx, need_dw, _ = ctx.needs_input_grad
+        dx = dw = None
+        product, by_token = (dy * x).reshape(-1, x.shape[-1]), r.reshape(-1, 1)
+        if need_dx:
+            inner = product.sum(-1) if weight is None else product.mv(weight)
+            along = inner.view(r.shape) * r.pow(3) / -x.shape[-1]
+        if need_dw:
+            dw = (product * by_token if again else product.mul_(by_token)).sum(0)
+        del product  # before there is another of its size
+        if need_dx:
+            dx = (dy * r if weight is None else (dy * weight).mul_(r)).addcmul_(x, along)
+        return dx, dw, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of x in float32 or float64."""
+    eager = not (torch.compiler.is_compiling() or _are_functorch_transforms_active())
+    if eager and x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype):
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _one_over_rms(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 class RMSNorm(TokenNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich, 2019).
 
@@ -73,8 +124,8 @@ class RMSNorm(TokenNorm):
     def normalize(self, x: Tensor, *parameters: Tensor) -> Tensor:
         (weight,) = parameters
         if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
+            return _rms_norm(x, weight, self.eps)
+        return _rms_norm(x.float(), None, self.eps).to(x.dtype) * weight
 
 
 class LayerNorm(TokenNorm):
