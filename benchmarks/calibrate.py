@@ -157,6 +157,7 @@ def block_phases(workload: Workload, group: TPGroup, device: torch.device) -> Ph
 
     def forward() -> None:
         block.zero_grad(set_to_none=True)
+        x.grad = None
         made.append(block(x, context))
 
     return {"forward": forward, "backward": lambda: made.pop().backward(dy)}
@@ -191,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(parser(), arguments)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    sizes = options.tp or [2**n for n in range(world.bit_length())]
+    sizes = options.tp or [2**n for n in range(min(world, TINY.heads).bit_length())]
     try:
         _check_options(options, sizes, world)
         workload = Workload(config_from(options), options.batch, options.seq_len, DTYPES[options.dtype])
@@ -208,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             refuse(" ".join(notes))
         machine, rows, seconds = fake_rows(workload, fit_sizes, device, scale, options)
         title = f"A block's computation on rank 0: {model_name(options)}, {options.batch} x {options.seq_len} tokens"
-        text, parts = "\n\n".join([table(rows), *notes]), ["fake tp", model_name(options)[:80]]
+        text = "\n\n".join([table(rows), *notes])
+        parts = ["fake tp", model_name(options)[:80], f"{options.batch} x {options.seq_len}", options.dtype]
     else:
         found = calibrate(sizes, world, device, workload.dtype, scale, options)
         if dist.is_initialized():
@@ -221,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rows:
             title, parts, text = f"{title}, and steps predicted from them", [*parts, "check"], f"{table(rows)}\n\n{text}"
     print(text)
+    parts += ["quick"] * options.quick + ["processor time"] * (options.clock == "processor")
     stem = file_stem(*parts, device=device)
     save(stem, title, text, about, {"machine": machine.model_dump(), "compared": rows, "seconds": seconds}, options.out)
     print(f"\n{stem}.md and .json")
@@ -235,8 +238,12 @@ def _check_options(options: argparse.Namespace, sizes: Sequence[int], world: int
         raise ValueError(f"processor time does not see ranks wait for each other: it is for one rank, {world} were started")
     if options.fake_tp and world > 1:
         raise ValueError(f"--fake-tp is for one process, which plays a rank; {world} were started")
-    if not options.fake_tp and (options.preset or given_changes(options)):
-        raise ValueError("a model has no effect without --fake-tp: the machine is measured, whatever it is to train")
+    batch = {name: getattr(options, name) for name in ("batch", "seq_len", "padding")}
+    changed = [name for name, value in batch.items() if value != parser().get_default(name)]
+    if not options.fake_tp and (options.preset or given_changes(options) or changed):
+        raise ValueError("a model or batch has no effect without --fake-tp: the machine is measured, whatever it is to train")
+    if options.fake_tp and (options.tp or "padding" in changed):
+        raise ValueError("--tp and --padding have no effect with --fake-tp: one process computes a block of whole sequences")
 
 
 def calibrate(

@@ -22,7 +22,6 @@ import os
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -36,7 +35,7 @@ from rich.progress import Progress
 from benchmarks import plots
 from benchmarks.peers.common import HEAD_DIM, PASSES, Case, UnsupportedError
 from benchmarks.peers.remote import FailedError, Remote
-from benchmarks.program import without_out
+from benchmarks.program import name_of_run, without_out
 from benchmarks.timing import CLOCKS, RESULTS, Interval, Spread, command, file_stem, header, save, table
 
 OURS = "tpblock"
@@ -53,10 +52,12 @@ TURN, MOST_STEPS = 0.1, 200
 FEWEST = 10
 TOLERANCE = 1e-4
 TITLE = "This library and its peers"
-LONGEST_NAME = 60
-"""Characters of a file's name that say what was compared; hardware, versions and commit follow."""
+NAMES = {"peers": "", "what": "", "sizes": "", "passes": "", "sequence_parallel": "sp ", "compile": "compile "}
+NAMES |= {"layers": "layers ", "clock": ""}
+"""Options that the results' names tell, each with what is written before it."""
 EXPLAINED = """\
-Ratios are ours over the peer's, below 1 where ours is faster. Collectives: of a forward and backward, if eager.
+Ratios are ours over the peer's, below 1 where ours is faster; goal: what the library is held to. Collectives: of a forward and
+backward, if eager.
 
 Ours, eager or compiled, exchanges through shared memory between ranks on one machine, and multiplies float32 matrices with oneDNN
 where that is faster than MKL (AVX-512 without Intel); every peer goes through gloo and MKL. `gloo` is ours over gloo, `mkl` ours
@@ -331,7 +332,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     switches = (SWITCH[options.sequence_parallel], SWITCH[options.compile])
     cases = all_cases(options.sizes, options.what, *switches, options.layers)
     start = start or processes(options.clock, options.ranks, options.megatron_python)
-    report = Report()
+    report, interrupted = Report(), False
     turns, ours = Turns(options.rounds, options.warmup, options.line_seconds), start(OURS)
     try:
         with Progress(console=Console(stderr=True)) as progress:
@@ -342,32 +343,20 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
                     progress.update(task, description=doing, advance=1)
                 progress.update(task, completed=i * lines)
     except KeyboardInterrupt:
-        report.notes.append("Interrupted: what comes after these lines was not measured.")
+        interrupted = True
+        report.errors.append("interrupted: what comes after these lines was not measured.")
     finally:
         ours.stop()
     order = {str(named): i for i, named in enumerate(cases)}
     report.rows.sort(key=lambda row: (order[str(row.named)], list(PASSES).index(row.run)))
     about |= {"rounds": f"{options.rounds} at most"}
     about |= {f"versions of {name}": ", ".join(versions) for name, versions in report.versions.items()}
-    stem = file_stem("compare", f"{options.ranks} ranks", name_of_run(options, parser), device=device)
+    parts = ["compare", f"{options.ranks} ranks", name_of_run(options, parser, NAMES), *["interrupted"] * interrupted]
+    stem = file_stem(*parts, device=device)
     print(write(report, about, stem, options.out))
     for text in report.errors if report.rows else [*report.errors, "nothing was compared"]:
         print(f"error: {text}", file=sys.stderr)
     return 1 if report.errors or not report.rows else 0
-
-
-def name_of_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """What was asked for beside the defaults, so that no run overwrites another's files: too long a name ends in a checksum."""
-    names = {"peers": "", "what": "", "sizes": "", "passes": "", "sequence_parallel": "sp ", "compile": "compile "}
-    names |= {"layers": "layers ", "clock": ""}
-    told = []
-    for option, prefix in names.items():
-        value, default = getattr(options, option), parser.get_default(option)
-        text = ",".join(value) if isinstance(value, list) else str(value)
-        if text != str(default):
-            told.append(f"{prefix}{text}")
-    name = " ".join(told)
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]} {zlib.crc32(name.encode()):08x}"
 
 
 def without_paths(arguments: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.program import add_out, without_out
-from benchmarks.timing import ROOT, Spread, file_stem, header, save, table
+from benchmarks.timing import ROOT, Spread, command, file_stem, header, save, table
 from tpblock.formats.checkpoint import model_layouts, parse_config
 from tpblock.formats.convert import merging, open_checkpoint, sharding, write_hf_index
 from tpblock.formats.files import Writer
@@ -112,8 +112,8 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)  # as in the programs
-    shown = [word for word in without_out(sys.argv[1:]) if word != "--folder" and word != str(options.folder)]
-    about = header(f"python -m benchmarks.convert {' '.join(shown)}".strip(), torch.device("cpu"))
+    given = without_out(sys.argv[1:], "--folder")
+    about = header(command("benchmarks.convert", 1, given), torch.device("cpu"))
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         base = Path(name)
         layers = max(1, round((options.gigabytes * 1e9 - 5.2e8) / 9e7))
@@ -138,8 +138,8 @@ def main() -> None:
         memory = {}
         for program in list(contenders)[1:]:
             shutil.rmtree(out, ignore_errors=True)
-            command, *rest = program.split()
-            memory[program] = peak_memory(command, str(base / ("hf" if command == "shard" else "tp4")), str(out), *rest)
+            what, *rest = program.split()
+            memory[program] = peak_memory(what, str(base / ("hf" if what == "shard" else "tp4")), str(out), *rest)
     rows, limit = [], 2 * largest + SPARE
     for name, sample in seconds.items():
         wall, work = ([c[i] / s[i] for c, s in zip(seconds["cp -r"], sample, strict=True)] for i in range(2))
@@ -161,7 +161,10 @@ def main() -> None:
         "speed": "of the work, without the seconds in which Python starts",
         "rounds": str(options.rounds),
     }
-    title, stem = "Sharding, resharding and merging beside cp", file_stem("convert", device=torch.device("cpu"))
+    title, stem = (
+        "Sharding, resharding and merging beside cp",
+        file_stem("convert", f"{options.gigabytes:g} GB", device=torch.device("cpu")),
+    )
     save(stem, title, text, about | facts, {"seconds": seconds, "memory": memory}, options.out)
 
 

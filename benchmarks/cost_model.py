@@ -463,15 +463,18 @@ def _data_seconds(small: Workload, plan: Plan, micro_batches: int, machine: Mach
     def sent(kind: str, numbers: float, width: int) -> float:
         return machine.collective(kind, plan.dp, apart=plan.tp)(numbers * width)
 
-    forward, backward = (machine.speed(plan.devices).overlap * seconds[name].compute for name in ("forward", "backward"))
+    def left(sent: float, phase: str) -> float:
+        """What is exposed of so many seconds beside the computation of a phase."""
+        return sent - machine.speed(plan.devices).overlap * min(sent, seconds[phase].compute)
+
     block, rest = _gathered(small, plan.tp)
     layers = small.config.layers
     if plan.engine == "ddp":
         buckets, numbers = _bucket(small, plan.tp)
         last = sent("all_reduce", numbers, wide)  # the last bucket is full when backward is over
-        return max(last, buckets * last - backward)
+        return max(last, left(buckets * last, "backward"))
     gather, first = layers * sent("all_gather", block, e), sent("all_gather", rest, e)
     reduced = layers * sent("reduce_scatter", block, wide) + sent("reduce_scatter", rest, wide)
-    before = micro_batches * max(0.0, gather - forward) + first
-    behind = (micro_batches - 1) * max(0.0, gather - backward)
-    return before + behind + max(sent("reduce_scatter", rest, wide), gather + reduced - backward)
+    before = micro_batches * left(gather, "forward") + first
+    behind = (micro_batches - 1) * left(gather, "backward")
+    return before + behind + max(sent("reduce_scatter", rest, wide), left(gather + reduced, "backward"))

@@ -14,7 +14,8 @@ network                46 to 48 of 50 GB/s an adapter (NVIDIA/nccl-tests issue 2
 start and steps        8.4 us a collective and 3.4 us a step within a node, 14 us between nodes: ring, protocol Simple, in NCCL's
                        own model of its latencies (src/graph/tuning.cc)
 overlap                0.8 of the shorter of a collective and a product that run at once
-launches               5 us an operation; 25 of them forward and 50 backward a layer, without torch.compile
+launches               5 us an operation; 25 of them forward, 50 backward and 10 in the optimizer a layer, without torch.compile;
+                       twice as many for what is not in a layer
 =====================  =========================================================================================================
 """
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks import plots
 from benchmarks.cost_model import Engine, Machine, Plan, Prediction, predict
 from benchmarks.data_sheets import SHEETS, machine
-from benchmarks.program import refuse, sizes_that_fit, tp_sizes, without_out
+from benchmarks.program import name_of_run, refuse, sizes_that_fit, tp_sizes, without_out
 from benchmarks.timing import RESULTS, command, commit, file_stem, save, table, versions
 from benchmarks.workload import DTYPES, Workload
 from parallel.shared_memory import SLOT_BYTES
@@ -38,6 +38,11 @@ from tpblock.formats.checkpoint import read_config
 
 ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2")
 Choice = tuple[Prediction, Workload]
+
+NAMES = {"batch": "batch ", "seq_len": "seq ", "dtype": "", "tp": "tp ", "engine": "", "sequence_parallel": "sp "}
+NAMES |= {"checkpointing": "checkpointing ", "master_weights": "master ", "gpus_per_node": "nodes of "}
+NAMES |= {"usable_memory": "memory ", "matrix_efficiency": "efficiency "}
+"""Options that the results' names tell, each with what is written before it."""
 
 
 def model_of(name: str) -> tuple[str, ModelConfig]:
@@ -61,10 +66,10 @@ def model_of(name: str) -> tuple[str, ModelConfig]:
 
 def machine_of(options: argparse.Namespace) -> Machine:
     """The data sheet or calibration that --gpu names."""
-    path = Path(options.gpu)
+    path, efficiency = Path(options.gpu), options.matrix_efficiency
     if options.gpu in SHEETS or path.suffix != ".json":
-        return machine(options.gpu, options.matrix_efficiency or 0.75, options.gpus_per_node or 8)
-    if options.matrix_efficiency is not None:
+        return machine(options.gpu, 0.75 if efficiency is None else efficiency, options.gpus_per_node or 8)
+    if efficiency is not None:
         raise ValueError("--matrix-efficiency is for data sheets: a calibration has measured it")
     found = Machine.load(path)
     return found.model_copy(update={"devices_per_node": options.gpus_per_node or found.devices_per_node})
@@ -221,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, config = model_of(options.model)
         on = machine_of(options)
         dtype = options.dtype or ("bfloat16" if "bfloat16" in on.peak else next(iter(on.peak)))
-        seq = options.seq_len or min(4096, config.max_seq_len)
+        seq = min(4096, config.max_seq_len) if options.seq_len is None else options.seq_len
         if seq > config.max_seq_len:
             raise ValueError(f"--seq-len {seq} is longer than the {config.max_seq_len} tokens of {name}")
         workload = Workload(config, options.batch, seq, DTYPES[dtype])
@@ -248,7 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": on.name,
     }
     about |= {f"of the machine, {what}": source for what, source in on.sources.items()}
-    stem = file_stem("predict", name, Path(shown).stem, *map(str, options.gpus), "gpus", device=None)
+    told = [*map(str, options.gpus), "gpus", name_of_run(options, parser(), NAMES)]
+    stem = file_stem("predict", name, Path(shown).stem, *told, device=None)
     samples = {str(gpus): [as_json(row) for row in rows] for gpus, (rows, _) in found.items()}
     save(stem, title, text, about, samples, options.out)
     plots.predictions(
@@ -259,7 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _names_only(arguments: Sequence[str]) -> list[str]:
     """The arguments with the last part of whatever is a path, which says nothing elsewhere."""
-    return [Path(argument).name if "/" in argument and not argument.startswith("-") else argument for argument in arguments]
+    parted = [argument.rpartition("=") if argument.startswith("-") else ("", "", argument) for argument in arguments]
+    return [f"{option}{equals}{Path(value).name if '/' in value else value}" for option, equals, value in parted]
 
 
 def as_json(choice: Choice) -> dict[str, object]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ from benchmarks.timing import RESULTS
 from parallel.group import TPGroup, single_device
 from tpblock import Decoder, ModelConfig
 
+LONGEST_NAME = 60
+"""Characters of a file's name that say what was run; hardware, versions and commit follow."""
 IDLE = timedelta(days=1)
 """How long ranks that are not needed wait for the others."""
 
@@ -56,14 +59,31 @@ def tp_sizes(text: str) -> list[int]:
     return sizes
 
 
-def without_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --out, which names a place of this machine."""
+def without_out(arguments: Sequence[str], *others: str) -> list[str]:
+    """The arguments without --out and other options that name a place of this machine."""
+    places = ("--out", *others)
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
+        if not skip and argument.partition("=")[0] not in places:
             kept.append(argument)
-        skip = argument == "--out"
+        skip = argument in places
     return kept
+
+
+def name_of_run(options: argparse.Namespace, parser: argparse.ArgumentParser, names: Mapping[str, str]) -> str:
+    """What was asked for beside the defaults, so that no run overwrites another's files: too long a name ends in a checksum.
+
+    Args:
+        names: the options that tell runs apart, each with what is written before its value.
+    """
+    told = []
+    for option, prefix in names.items():
+        value, default = getattr(options, option), parser.get_default(option)
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if text != str(default):
+            told.append(f"{prefix}{text}")
+    name = " ".join(told)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]} {zlib.crc32(name.encode()):08x}"
 
 
 def sizes_that_fit(config: ModelConfig, sizes: Sequence[int], world: int) -> tuple[list[int], list[str]]:

@@ -3,7 +3,7 @@
     python -m benchmarks.rng_speed
 
 Each row times a function of torch and its counterpart here in turns and takes the medians. Numbers are in millions of elements
-a second. The requirement on initial values is a ratio of at least 0.5.
+a second. It keeps nothing.
 """
 
 from __future__ import annotations

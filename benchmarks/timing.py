@@ -212,7 +212,7 @@ def commit() -> str:
     """The commit of the code, marked if the measured files differ from it."""
     try:
         name = _git("rev-parse", "--short", "HEAD")
-        changed = _git("status", "--porcelain", "--", "parallel", "tpblock", "benchmarks/*.py")
+        changed = _git("status", "--porcelain", "--", "parallel", "tpblock", "launch", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{name} with uncommitted changes" if changed else name

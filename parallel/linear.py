@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from parallel import collectives, rng
 from parallel.group import TPGroup
@@ -63,6 +64,7 @@ class _ColumnLinear(Function):
         return matmul(x, weight.t(), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         group, counts, reduce_dtype = ctx.group, ctx.counts, ctx.reduce_dtype

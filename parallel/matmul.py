@@ -3,7 +3,8 @@
 On x86 CPUs torch hands float32 products to MKL, which uses AVX-512 on Intel's processors only. On others that have it oneDNN,
 to which torch gives bfloat16, takes half the time for the same product. It sums in longer runs: of 4096 random summands its result
 is off by 6e-7 of itself (root mean square), MKL's by 3e-7. Everything else is left to torch: other dtypes, GPUs, products too small
-to be worth the call, torch.func's transforms, and all of them while ``torch.backends.mkldnn.enabled`` is False.
+to be worth the call, torch.func's transforms and forward-mode differentiation, and all of them while
+``torch.backends.mkldnn.enabled`` is False.
 
 ``_linear_pointwise`` is what torch's compiler calls for a linear with constant weights: it is not public, and the tests hold it
 to torch's own product.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry, mm_flop, register_flop_formula
 
@@ -52,9 +53,14 @@ def _takes_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
         and a.numel() * b.shape[1] >= FEWEST_PRODUCTS
         and (bias is None or (bias.dtype == a.dtype and bias.device == a.device and bias.shape == b.shape[1:]))
         and not torch.is_autocast_enabled("cpu")
-        and not _are_functorch_transforms_active()
+        and not transformed()
         and (torch.compiler.is_compiling() or bool(torch.backends.mkldnn.enabled))
     )
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, for which autograd functions of our own have no rules."""
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@
 
 The pairs hold when the loss is computed alike on every rank (a replicated loss, which is what all functions of this library
 give). Everything is out of place: an incoming gradient is never written to, since a sibling branch may hold the same tensor.
+Backward has no graph of its own: on several ranks a second derivative is an error, not a sum without the other ranks' terms.
 
 Source: Shoeybi et al., Megatron-LM, 2019 (f and g); Korthikanti et al., 2022 (sequence parallelism, g and g-bar).
 """
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from parallel import collectives, tree
 from parallel.group import TPGroup
@@ -92,6 +94,7 @@ class _CopyToRanks(Function):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([g.reshape(-1) for g in grads])
         summed = collectives.start_all_reduce(flat, ctx.group, ctx.reduce_dtype)().split([g.numel() for g in grads])
@@ -107,6 +110,7 @@ class _ReduceFromRanks(Function):
         return collectives.start_all_reduce(x if owned else x.clone(), group, reduce_dtype)().detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad, None, None, None
 
@@ -118,6 +122,7 @@ class _ScatterToRanks(Function):
         return take_pieces(x, layout, group.rank)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gather_pieces(grad, ctx.layout, ctx.group, add_shared=True), None, None
 
@@ -129,6 +134,7 @@ class _GatherFromRanks(Function):
         return gather_pieces(x, layout, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         layout, rank = ctx.layout, ctx.group.rank
         held = take_pieces(grad, layout, rank)
@@ -144,6 +150,7 @@ class _GatherTokens(Function):
         return collectives.all_gather(x, group, counts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return collectives.start_reduce_scatter(grad, ctx.group, ctx.counts, ctx.reduce_dtype)(), None, None, None
 
@@ -155,6 +162,7 @@ class _ReduceScatterTokens(Function):
         return collectives.start_reduce_scatter(x, group, counts, reduce_dtype)().detach()  # as in _ReduceFromRanks
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return collectives.all_gather(grad, ctx.group, ctx.counts), None, None, None
 
@@ -166,6 +174,7 @@ class _SplitTokens(Function):
         return x.narrow(0, sum(counts[: group.rank]), counts[group.rank]).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return collectives.all_gather(grad, ctx.group, ctx.counts), None, None
 
@@ -177,6 +186,7 @@ class _MergeTokens(Function):
         return collectives.all_gather(x, group, counts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(0, sum(ctx.counts[: ctx.group.rank]), ctx.counts[ctx.group.rank]).clone(), None, None
 
@@ -188,6 +198,7 @@ class _SumOverHolders(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         layout, group = ctx.layout, ctx.group
         wire = grad if ctx.reduce_dtype is None else grad.to(ctx.reduce_dtype)

@@ -1,8 +1,8 @@
 """Collectives of CPU tensors between ranks on one machine, through memory that they share.
 
 A rank writes what it gives into a slot of its own and counts up a word beside it; whoever needs it waits for the count, and reads.
-No thread, socket or copy stands between. A collective of gloo has all three, and its threads are woken while every core computes:
-between small products it costs a hundred times as long as the reading (docs/performance.md). What is summed is summed in the order
+No thread and no socket stands between. A collective of gloo has both, and its threads are woken while every core computes: between
+small products it takes many times as long (docs/performance.md). What is summed is summed in the order
 of the ranks, so that all of them get the same bits.
 
 The order in which two processes see each other's writes is that of x86: other processors are left to gloo, as are ranks on
@@ -89,10 +89,9 @@ class Channel:
         """
         if self._failure:
             raise RuntimeError(f"ranks cannot go on after one of their collectives has failed: {self._failure}")
-        if x.nbytes > SLOT_BYTES or (given is not None and sum(given) != x.numel()):
-            raise ValueError(
-                f"{kind}: {x.numel()} numbers of {x.dtype} are given, the ranks are told of {given or 'all of them'}"
-            )
+        assert x.nbytes <= SLOT_BYTES, (kind, x.shape, x.dtype)
+        if given is not None and sum(given) != x.numel():
+            raise ValueError(f"{kind}: {x.numel()} numbers of {x.dtype} are given, the ranks are told of {given}")
         number, before = self._number + 1, self._number + 1 - SLOTS
         if before in self._under_way:
             self._under_way[before]()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from parallel import collectives, tree
 from parallel.group import TPGroup
@@ -44,6 +45,7 @@ class _CopyToShards(Function):
         return tuple(t.view_as(t) for _ in group.local_shards for t in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         each = len(grads) // len(ctx.group.local_shards)
         leaves = [joined([g.reshape(-1) for g in grads[at : at + each]]) for at in range(0, len(grads), each)]
@@ -61,6 +63,7 @@ class _GatherToShards(Function):
         return tuple(full.view_as(full) for _ in group.local_shards)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _tree_sum(grads, ctx.group, ctx.counts, ctx.reduce_dtype), None, None, None
 
@@ -74,6 +77,7 @@ class _SumShards(Function):
         return _tree_sum(leaves, group, counts, reduce_dtype).detach()  # as in regions._ReduceFromRanks
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.counts is not None:
             grad = aligned(collectives.all_gather(grad, ctx.group, ctx.counts))

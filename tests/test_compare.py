@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, program
 from benchmarks.peers import common
 from benchmarks.peers.remote import FailedError, Remote
 
@@ -68,7 +68,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Remote]:
 
 @pytest.fixture(scope="module")
 def run(fake: Callable[[str], Remote], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All peers but our parallel block, and what each pretends: see FAKE."""
+    """Four peers, and what each pretends: see FAKE."""
     folder = Path(fake("").command[-1]).parent
     peers = "megatron,dtensor,transformers,autotp"
     arguments = f"--peers {peers} --sizes latency --what model --passes backward --sequence-parallel off --compile off"
@@ -179,7 +179,7 @@ def test_names_of_runs_tell_them_apart_and_stay_short() -> None:
     parser = compare.make_parser()
 
     def name(*arguments: str) -> str:
-        return compare.name_of_run(parser.parse_args(arguments), parser)
+        return program.name_of_run(parser.parse_args(arguments), parser, compare.NAMES)
 
     runs = [
         [],
@@ -191,7 +191,7 @@ def test_names_of_runs_tell_them_apart_and_stay_short() -> None:
     ]
     long = ["--peers", "dtensor,transformers,autotp,megatron-sdpa", "--sizes", "latency,middle", "--passes", "forward"]
     names = [name(*run) for run in [*runs, long, [*long, "--compile", "on"]]]
-    assert len(set(names)) == len(names) and max(map(len, names)) <= compare.LONGEST_NAME
+    assert len(set(names)) == len(names) and max(map(len, names)) <= program.LONGEST_NAME
     assert names[0] == "" and names[2] == "layers 2"
 
 

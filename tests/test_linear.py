@@ -286,6 +286,21 @@ def test_c14_the_row_bias_is_added_once(pool: Pool, ranks: int) -> None:
         assert gradient.tolist() == [5.0] * 3
 
 
+def penalty(group: TPGroup, kind: type[ColumnParallelLinear] | type[RowParallelLinear]) -> None:
+    linear = kind(8, 8, dtype=torch.float64, group=group)
+    x = randn(5, linear.weight.shape[1], requires_grad=True)
+    (gradient,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_second_derivatives_over_ranks_are_refused(pool: Pool, kind: type[ColumnParallelLinear]) -> None:
+    """Collectives in backward are not in its graph: without an error, terms of the other ranks would be missing."""
+    pool.run(1, penalty, kind)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        pool.run(2, penalty, kind)
+
+
 def bias_shapes(group: TPGroup) -> list[tuple[int, ...]]:
     model = nn.Module()
     model.column = ColumnParallelLinear(6, 8, group=group)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -110,6 +111,14 @@ def test_transforms_of_torch_func(onednn: None, compiled: bool) -> None:
 
     for value, expected in zip(all_of(linear), all_of(F.linear), strict=True):
         torch.testing.assert_close(value, expected)
+
+
+def test_forward_mode_differentiation(onednn: None) -> None:
+    x, weight = INPUTS["batches"]
+    with forward_ad.dual_level():
+        y = linear(forward_ad.make_dual(x, x), weight, numbers(7))
+        assert y.grad_fn is None
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, x @ weight.t())
 
 
 def test_only_a_bias_to_be_trained(onednn: None) -> None:

@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -86,12 +87,19 @@ def test_rms_norm_is_torchs() -> None:
     """Forward to the last bit; and under torch.func, which differentiates torch's own."""
     x, weight, dy = (randn(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate([(50, 33), (33,), (50, 33)]))
     norm = RMSNorm(33)
+
+    def norm_of(x: Tensor, weight: Tensor) -> Tensor:
+        return norm.normalize(x, weight)
+
     theirs = functools.partial(F.rms_norm, normalized_shape=(33,), eps=norm.eps)
     assert torch.equal(norm.normalize(x, weight), theirs(x, weight=weight))
     inputs = x.requires_grad_(), weight.requires_grad_()
     expected = torch.autograd.grad(theirs(x, weight=weight), inputs, dy)
     assert_close(torch.autograd.grad(norm.normalize(*inputs), inputs, dy), expected)
     assert_close(torch.func.vjp(norm.normalize, *inputs)[1](dy), expected)
+    with torch.no_grad(), forward_ad.dual_level():
+        along = [forward_ad.unpack_dual(f(forward_ad.make_dual(x, dy), weight=weight)).tangent for f in (norm_of, theirs)]
+    assert_close(*along)
 
 
 def test_make_norm_reads_the_config() -> None:

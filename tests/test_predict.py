@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import calibrate, predict, rates
+from benchmarks import calibrate, cost_model, predict, rates
 from benchmarks.cost_model import (
     BUCKET,
     Collective,
@@ -234,6 +234,23 @@ def test_replicas_add_their_gradients_behind_backward() -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_overlap_hides_its_share_of_the_shorter_and_no_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "BUCKET", 2**10)
+    config = ModelConfig(vocab_size=16, dim=16, layers=50, heads=2, d_ff=16)
+    load, kinds = Workload(config, 4, 4), ("all_reduce", "all_gather", "reduce_scatter")
+
+    def data(seconds_per_byte: float, overlap: float) -> float:
+        sent = {2: dict.fromkeys(kinds, Collective(seconds=0, seconds_per_byte=seconds_per_byte))}
+        return predicted(load, Plan(tp=1, dp=2, micro=2, engine=engine), simple(collectives=sent, overlap=overlap)).data
+
+    fast, slow = 1e-6, 1e3  # the computation is longer, and shorter
+    assert 0.2 * data(fast, 0.0) == pytest.approx(data(fast, 0.8), rel=0.05)  # but for what nothing covers
+    hidden = data(slow, 0.0) - data(slow, 0.8)
+    assert 0 < hidden < 1e-3 * data(slow, 0.0)
+    assert hidden == pytest.approx(0.8 / 0.4 * (data(slow, 0.0) - data(slow, 0.4)))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_collectives_beyond_the_largest_measured_on_a_cpu_are_told(engine: Engine) -> None:
     config = ModelConfig(vocab_size=16, dim=16, layers=2, heads=2, d_ff=16)
     load, kinds = Workload(config, 4, 4), ("all_reduce", "all_gather", "reduce_scatter")
@@ -293,6 +310,8 @@ def run_to_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "gpt-2", "--gpus", "8", "--tp", "3"], "No TP of 3 ranks: it does not divide the 8 GPUs of a node"),
         (["--model", "gpt-2", "--seq-len", "2000"], "--seq-len 2000 is longer than the 1024 tokens of gpt-2"),
         (["--model", "gpt-2", "--matrix-efficiency", "2"], "above 0 and at most 1, got 2.0"),
+        (["--model", "gpt-2", "--matrix-efficiency", "0"], "above 0 and at most 1, got 0.0"),
+        (["--model", "gpt-2", "--seq-len", "0"], "2 tokens at least, got 256 of 0"),
         (["--model", "gpt-2", "--usable-memory", "0"], "above 0 and at most 1, got 0.0"),
         (["--model", "gpt-2", "--gpu", "nowhere.json"], "nowhere.json cannot be read as JSON"),
     ],
@@ -379,7 +398,9 @@ def test_mistakes_of_calibration(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in [
         (["--rounds", "0"], "--rounds is at least 1, got 0"),
         (["--tp", "2"], "--tp begins with 1"),
-        (["--dim", "64"], "a model has no effect without --fake-tp"),
+        (["--dim", "64"], "a model or batch has no effect without --fake-tp"),
+        (["--batch", "2"], "a model or batch has no effect without --fake-tp"),
+        (["--fake-tp", "2", "--padding", "0.5"], "--tp and --padding have no effect with --fake-tp"),
         (["--preset", "gpt-2", "--fake-tp", "64"], "Not measured at 64 ranks: 12 query heads cannot be dealt over 64"),
     ]:
         with pytest.raises(SystemExit):

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from parallel.matmul import transformed
 from parallel.regions import copies_for_ranks
 from parallel.virtual import by_token_shard
 from tpblock.config import ModelConfig, Norm, Parallelism
@@ -103,7 +103,7 @@ class _RMSNorm(Function):
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of x in float32 or float64."""
-    eager = not (torch.compiler.is_compiling() or _are_functorch_transforms_active())
+    eager = not (torch.compiler.is_compiling() or transformed())
     if eager and x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype):
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, x.shape[-1:], weight, eps)

@@ -1,6 +1,7 @@
 """What every contender offers, and the loop in which it waits for commands.
 
-The contenders run in other programs' environments too, so this file and theirs import nothing but torch and what they time.
+The contenders run in other programs' environments too, so this file and theirs import nothing but torch, numpy, what they time, and
+files of this repository that need no more.
 """
 
 from __future__ import annotations

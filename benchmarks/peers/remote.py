@@ -44,7 +44,10 @@ class Remote:
             FailedError, UnsupportedError: with the reason.
         """
         if not self._processes:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                self._fail(f"cannot be started: {error}")
         try:
             for process in self._processes:
                 assert process.stdin is not None
