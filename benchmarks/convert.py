@@ -161,10 +161,8 @@ def main() -> None:
         "speed": "of the work, without the seconds in which Python starts",
         "rounds": str(options.rounds),
     }
-    title, stem = (
-        "Sharding, resharding and merging beside cp",
-        file_stem("convert", f"{options.gigabytes:g} GB", device=torch.device("cpu")),
-    )
+    title = "Sharding, resharding and merging beside cp"
+    stem = file_stem("convert", f"{options.gigabytes:g} GB", device=torch.device("cpu"))
     save(stem, title, text, about | facts, {"seconds": seconds, "memory": memory}, options.out)
 
 

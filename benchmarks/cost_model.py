@@ -87,6 +87,10 @@ class Speeds(Model):
     launch: dict[str, Launch]
     overlap: Annotated[float, Field(ge=0, le=1)]
 
+    def exposed(self, sent: float, compute: float) -> float:
+        """What is left of the seconds of a collective beside those of a computation."""
+        return sent - self.overlap * min(sent, compute)
+
 
 class Collective(Model):
     """seconds + seconds_per_byte x bytes of the whole tensor; ``error``: relative, root mean square, of the fit."""
@@ -269,7 +273,7 @@ def exposed_seconds(phase: Phase, machine: Machine, tp: int, active: int, dtype:
         if send.beside is not None:
             beside = Phase()
             beside.products[send.beside] = 1
-            sent -= machine.speed(active).overlap * min(sent, compute_seconds(beside, machine, active, dtype))
+            sent = machine.speed(active).exposed(sent, compute_seconds(beside, machine, active, dtype))
         total += number * sent
     return total
 
@@ -465,7 +469,7 @@ def _data_seconds(small: Workload, plan: Plan, micro_batches: int, machine: Mach
 
     def left(sent: float, phase: str) -> float:
         """What is exposed of so many seconds beside the computation of a phase."""
-        return sent - machine.speed(plan.devices).overlap * min(sent, seconds[phase].compute)
+        return machine.speed(plan.devices).exposed(sent, seconds[phase].compute)
 
     block, rest = _gathered(small, plan.tp)
     layers = small.config.layers

@@ -54,10 +54,9 @@ def all_reduce(x: Tensor, group: TPGroup, op: str = "sum") -> Tensor:
     if channel := _shared(x.device, x.nbytes, group):
         note("all_reduce", x.numel(), x.dtype, group.size)
         return shared_memory.start_all_reduce(x, channel)()
-    compiling = torch.compiler.is_compiling()  # its collective copies x itself
-    return _start(
-        "all_reduce", x.contiguous() if compiling else x.detach().clone(memory_format=torch.contiguous_format), group
-    )()
+    if torch.compiler.is_compiling():  # whose collective copies x itself
+        return _start("all_reduce", x.contiguous(), group)()
+    return _start("all_reduce", x.detach().clone(memory_format=torch.contiguous_format), group)()
 
 
 def start_all_gather(x: Tensor, group: TPGroup, counts: Sequence[int]) -> Pending:
